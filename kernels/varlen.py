@@ -86,7 +86,7 @@ class ChunkLayout:
             if missing:
                 x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, missing))
             x = x.reshape(self.batch, len(self.counts), self.chunk, *x.shape[2:]).transpose(0, 1)
-            return x.transpose(2, 3).reshape(sum(self.counts), x.shape[3], self.chunk, *x.shape[4:])
+            return x.transpose(2, 3).reshape(sum(self.counts), x.shape[3], self.chunk, *x.shape[4:]).contiguous()
         x = torch.cat([x[0], x.new_zeros(1, *x.shape[2:])]).index_select(0, self.source)
         return x.reshape(sum(self.counts), self.chunk, *x.shape[1:]).transpose(1, 2).contiguous()
 

@@ -57,7 +57,7 @@ def chebyshev(q: Tensor, k: Tensor, e: Tensor, d: Tensor, h0: Tensor, inverse: T
         keys = k[b].flatten(0, 1)
         transposed = keys.transpose(-1, -2).contiguous()
         start = h0[b].flatten(0, 1).contiguous()
-        rhs = step * q[b].flatten(0, 1)
+        rhs = step * q[b].contiguous().flatten(0, 1)
         x, before = rhs.clone(), torch.zeros_like(rhs)
         target, scores = torch.empty_like(rhs), torch.empty_like(inside)
         grouped = target.view(inside.shape[0], -1, dim)

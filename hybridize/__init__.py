@@ -1,7 +1,7 @@
 """Turn a pre-trained Transformer into a hybrid of attention and state-space layers.
 
-Importing this package imports neither torch nor transformers: public names are loaded on first use, and the Auto classes of
-transformers learn the hybrid model types as soon as both packages are loaded, in either order.
+Importing this package imports neither torch nor transformers: public names are loaded on first use, and the Auto
+classes of transformers learn the hybrid model types as soon as both packages are loaded, in either order.
 """
 
 from importlib import import_module

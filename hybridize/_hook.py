@@ -1,8 +1,8 @@
 """Registers hybrid model types with transformers as soon as its Auto classes are loaded, without loading them.
 
 Importing transformers' Auto classes imports torch, so `import hybridize` cannot do it. If they are loaded already,
-registration runs at once; otherwise a finder on `sys.meta_path` waits for exactly one module, registers after it ran, and
-removes itself.
+registration runs at once; otherwise a finder on `sys.meta_path` waits for exactly one module, registers after it ran,
+and removes itself.
 """
 
 import sys

@@ -1,0 +1,18 @@
+"""The commands of the command line, one module each: parse, call the library, show.
+
+A module of this folder has one function named `command`; its docstring is the command's help. It imports torch and
+transformers only inside that function.
+"""
+
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """Where a command's function `command` lives, and its line in `hybridize --help`."""
+
+    module: str
+    summary: str
+
+
+# In the order in which a person meets them. `hybridize --help` reads only this table.
+COMMANDS: dict[str, Command] = {}

@@ -1,0 +1,61 @@
+"""Options and arguments that several commands share, so that each reads the same everywhere."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def _one_of(*names: str) -> Callable[[str | None], str | None]:
+    def check(value: str | None) -> str | None:
+        if value is not None and value not in names:
+            raise typer.BadParameter(f"{value!r} is none of {', '.join(names)}.")
+        return value
+
+    return check
+
+
+def _device(value: str | None) -> str | None:
+    kind, colon, index = (value or "cpu").partition(":")
+    if kind not in ("cpu", "cuda", "mps") or (colon and not index.isdigit()):
+        raise typer.BadParameter(f"{value!r} is none of cpu, cuda, cuda:0, cuda:1, ..., mps.")
+    return value
+
+
+Model = Annotated[
+    str | None,
+    typer.Argument(metavar="[MODEL]", help="A model folder, a GGUF file, or a repository on the Hugging Face Hub."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Leave out progress and notes.")]
+Device = Annotated[
+    str | None,
+    typer.Option("--device", callback=_device, help="cpu, cuda, cuda:1 or mps. Default: the fastest there is."),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        callback=_one_of("float32", "bfloat16", "float16"),
+        help="float32, bfloat16 or float16. Default: float32 on a CPU, bfloat16 on an accelerator.",
+    ),
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of everything random.")]
+Workspace = Annotated[
+    Path | None,
+    typer.Option(
+        "--workspace",
+        envvar="HYBRIDIZE_WORKSPACE",
+        file_okay=False,
+        help="Where runs are kept. Default: ./hybridize-runs.",
+        show_envvar=True,
+    ),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="The folder to write, which must not exist. Default: in the workspace."),
+]
+Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a repository on the Hub.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the last run of this kind where it stopped.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, and write nothing.")]

@@ -1,0 +1,218 @@
+"""A hybrid is the source's own model class in which some attention modules are mixers.
+
+The classes are made here from the source's, once per family: no modelling code is copied. The body (LlamaModel, ...)
+decides once per forward which tokens are real and where documents begin, and hands that to every mixer.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import stat
+import sys
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+
+from hybridize.errors import CheckpointError, ConversionError
+from hybridize.hybrid.cache import StateLayer, install_state_layers
+from hybridize.hybrid.config import hybrid_block, hybrid_config_class, plan_of
+from hybridize.hybrid.documents import attention_masks
+from hybridize.hybrid.families import check_attention, check_family
+from hybridize.hybrid.plan import LayerPlan
+from hybridize.mixers import MIXERS, Mixer
+from hybridize.mixers.tokens import token_layout
+
+# transformers 5.20 renamed past_key_values to cache, and takes both for a while.
+CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+_OLD_CACHE = "past_key_values"
+FP32_NAMES = set(Mixer.fp32_names)
+
+
+class HybridBody:
+    """Mixin for the source's inner model: builds the cache, finds padding and document borders."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        source = super().forward  # type: ignore[misc]
+        kwargs.update(zip(inspect.signature(source).parameters, args, strict=False))
+        self._prepare(kwargs)
+        return source(**kwargs)
+
+    def _prepare(self: Any, kwargs: dict[str, Any]) -> None:
+        inputs = kwargs.get("input_ids")
+        inputs = kwargs["inputs_embeds"] if inputs is None else inputs
+        batch, length = inputs.shape[:2]
+        if CACHE != _OLD_CACHE and _OLD_CACHE in kwargs:
+            kwargs.setdefault(CACHE, kwargs.pop(_OLD_CACHE))
+        plan = plan_of(self.config)
+        cache = kwargs.get(CACHE)
+        use_cache = kwargs.get("use_cache")
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if self.training and self.gradient_checkpointing:
+            use_cache = False
+        if cache is None and use_cache:
+            cache = kwargs[CACHE] = DynamicCache(config=self.config)
+        past = 0
+        if cache is not None:
+            install_state_layers(cache, plan.layers, len(plan.kinds))
+            past = cache.get_seq_length()
+        if not plan.layers:
+            return
+        mask = _token_mask(kwargs.get("attention_mask"), length)
+        positions = kwargs.get("position_ids")
+        positions = None if positions is None else positions.expand(batch, -1)
+        layout = token_layout(mask, positions, continued=bool(past))
+        kwargs["token_layout"] = layout
+        keeper = None if cache is None else cache.layers[plan.layers[0]]
+        masks = attention_masks(self.config, inputs, self.dtype, kwargs, cache, layout, past, keeper, CACHE)
+        if masks is not None:
+            kwargs["attention_mask"] = masks
+
+
+def _token_mask(attention_mask: Any, length: int) -> torch.Tensor | None:
+    """The real tokens among the last `length`, [B, length] bool; None when all are."""
+    if attention_mask is None:
+        return None
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
+        raise ConversionError(
+            "State-space layers cannot read a 4-D attention mask: pass the 2-D mask [batch, tokens], and position_ids "
+            "that start again at 0 for packed documents."
+        )
+    return attention_mask[:, -length:].bool()
+
+
+class HybridCausalLM:
+    """Mixin for the source's model with its head: construction, strict loading, caches for generate()."""
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        plan_of(config)  # a wrong pattern is reported before the model is built
+        super().__init__(config, *args, **kwargs)  # type: ignore[misc]
+        install_mixers(self)
+
+    def _prepare_cache_for_generation(
+        self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        result = super()._prepare_cache_for_generation(  # type: ignore[misc]
+            generation_config, model_kwargs, *args, **kwargs
+        )
+        cache = model_kwargs.get(CACHE)
+        if cache is not None:
+            plan = plan_of(self.config)
+            install_state_layers(cache, plan.layers, len(plan.kinds))
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
+        return result
+
+    @classmethod
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load strictly: a missing or unexpected tensor is an error that names it (CheckpointError)."""
+        wants_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
+        for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if names := sorted(str(name) for name in info.get(what, ())):
+                kind = what.split("_")[0]
+                raise CheckpointError(
+                    f"The checkpoint {args[0] if args else ''} has {len(names)} {kind} tensors, the first is "
+                    f"{names[0]}: it is not whole, or not this model's; make or download it again."
+                )
+        return (model, info) if wants_info else model
+
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Save as transformers does; files get the permissions that other files get here (safetensors makes 0600)."""
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        umask = os.umask(0)
+        os.umask(umask)
+        for entry in os.scandir(save_directory):
+            if entry.name.endswith(".safetensors") and stat.S_IMODE(entry.stat().st_mode) == 0o600:
+                os.chmod(entry.path, 0o666 & ~umask)
+
+
+@cache
+def hybrid_class(source: type) -> Any:
+    """The hybrid twin of a transformers causal language model class, e.g. LlamaForCausalLM -> HybridLlamaForCausalLM."""
+    return _twin(HybridCausalLM, source, config_class=hybrid_config_class(source.config_class))  # type: ignore[attr-defined]
+
+
+@cache
+def _body_class(source: type) -> Any:
+    return _twin(HybridBody, source, config_class=hybrid_config_class(source.config_class))  # type: ignore[attr-defined]
+
+
+def _twin(mixin: type, source: Any, **attributes: Any) -> Any:
+    name = f"Hybrid{source.__name__}"
+    strict = set(source._keep_in_fp32_modules_strict or ()) | FP32_NAMES
+    cls = type(name, (mixin, source), {"__module__": __name__, "_keep_in_fp32_modules_strict": strict, **attributes})
+    setattr(sys.modules[__name__], name, cls)
+    return cls
+
+
+def __getattr__(name: str) -> Any:
+    """Find HybridX classes in a fresh process, as unpickling does."""
+    if name.startswith("Hybrid"):
+        import transformers
+
+        source = getattr(transformers, name.removeprefix("Hybrid"))
+        return hybrid_class(source) if name.endswith("ForCausalLM") else _body_class(source)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def install_mixers(model: Any) -> None:
+    """Put a mixer in place of every converted layer's attention module; the mixer takes over the projections."""
+    body = model.base_model
+    body.__class__ = _body_class(type(body))
+    for i, kind in enumerate(plan_of(model.config).kinds):
+        if kind is None:
+            continue
+        attention = body.layers[i].self_attn
+        check_attention(attention, i)
+        like = attention.o_proj.weight
+        with torch.device(like.device):
+            mixer = MIXERS[kind](model.config, attention, i)
+        mixer.to(like.dtype).train(attention.training)
+        body.layers[i].self_attn = mixer
+        if like.device.type != "meta":
+            mixer.reset_parameters()
+
+
+def mixers(model: Any) -> dict[int, Mixer]:
+    """A hybrid's mixers by layer."""
+    layers = enumerate(model.base_model.layers)
+    return {i: layer.self_attn for i, layer in layers if isinstance(layer.self_attn, Mixer)}
+
+
+def convert(model: PreTrainedModel, plan: LayerPlan, *, share: bool = False, **mixer_settings: Any) -> Any:
+    """A hybrid of `model` with the plan's layers converted; the source model is untouched.
+
+    share=True lets the hybrid use the source's tensors in every layer that stays as it is (half the memory; then train
+    only the mixers). Raises PlanError, SourceError or ConversionError.
+    """
+    check_family(model.config)
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ConversionError("The model is quantised: load it in bf16 or fp32 to convert it.")
+    plan.check_length(model.config.num_hidden_layers)
+    for i in plan.layers:
+        check_attention(model.base_model.layers[i].self_attn, i)
+    source = {"name": model.name_or_path, "model_type": model.config.model_type}
+    block = hybrid_block(plan, mixer_settings, source)
+    memo: dict[int, Any] = {}
+    if share:
+        own = tuple(f"{model.base_model_prefix}.layers.{i}.self_attn." for i in plan.layers)
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        memo = {id(x): x for name, x in tensors if not (own and name.startswith(own))}
+    hybrid: Any = copy.deepcopy(model, memo)
+    # The modules all hold the one config object: changing its class in place changes it for all of them.
+    hybrid.config.__class__ = hybrid_config_class(type(model.config))
+    hybrid.config.hybrid = block
+    hybrid.__class__ = hybrid_class(type(model))
+    hybrid.config.architectures = [type(hybrid).__name__]
+    hybrid._keep_in_fp32_modules_strict = set(hybrid._keep_in_fp32_modules_strict or ()) | FP32_NAMES
+    install_mixers(hybrid)
+    return hybrid
+
+
+__all__ = ["CACHE", "StateLayer", "convert", "hybrid_class", "install_mixers", "mixers", "nn"]

@@ -1,0 +1,263 @@
+"""What every sequence mixer shares: it takes over an attention module's projections and puts a fixed-size state in place
+of the keys and values.
+
+A mixer's forward is four steps, so that decoding, rollback and calibration can use the same pieces:
+    project   hidden states -> per-token inputs (queries, keys, values, gates); no state involved
+    scan      inputs + state -> read-outs + new state; knows of padding and of packed documents
+    readout   read-outs -> features: per-head RMS norm, then a gate
+    o_proj    features -> the layer's output, the source's own projection
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybridize.kernels.short_conv import short_conv
+from hybridize.mixers.tokens import State, TokenLayout
+
+GATE_AT_ONE = 1.2784645427610738  # silu(x) = 1
+
+
+class StateCache(Protocol):
+    """One layer's slot of the model's cache, as a mixer sees it."""
+
+    def run(self, scan: Any, inputs: State, layout: TokenLayout | None) -> Tensor: ...
+
+
+class ShortConv(nn.Module):
+    """Depthwise causal convolution over the last `width` tokens; the last tap is the current token. Starts as identity."""
+
+    def __init__(self, channels: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, width))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.weight.zero_()
+        self.weight[:, -1] = 1.0
+
+
+class HeadNorm(nn.Module):
+    """RMS norm over each head's channels, with one weight per channel of every head: [..., H, D]."""
+
+    def __init__(self, heads: int, dim: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, dim))
+        self.eps = eps
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.weight.fill_(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype) * self.weight
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [B, T, H, D] by cos, sin [B, T, R]; channels beyond R pass unchanged (Phi-3's partial form)."""
+    cos, sin = cos[:, :, None].to(x.dtype), sin[:, :, None].to(x.dtype)
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    low, high = turned.chunk(2, dim=-1)
+    return torch.cat([turned * cos + torch.cat([-high, low], dim=-1) * sin, rest], dim=-1)
+
+
+class Mixer(nn.Module):
+    """Base of the mixers; stands where the source's attention module stood and keeps its projections under their names."""
+
+    kind: ClassVar[str]
+    defaults: ClassVar[dict[str, Any]]
+    fp32_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
+
+    def __init__(self, config: Any, attention: nn.Module, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim: int = getattr(attention, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = getattr(config, "num_key_value_heads", None) or self.heads
+        # The source's own modules, under the source's own names: q/k/v_proj or qkv_proj, o_proj, q/k norms.
+        for name, module in attention.named_children():
+            if next(module.parameters(), None) is not None:
+                setattr(self, name, module)
+        self.is_causal = True
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """This kind's settings in `config.hybrid`; a change there takes effect at the next forward."""
+        return self.config.hybrid["mixers"][self.kind]
+
+    # -- what a mixer adds to the source's projections ---------------------------------------------------------------
+
+    def reset_parameters(self) -> None:
+        """Set the parameters that the mixer adds (never the source's) to their start values."""
+        raise NotImplementedError
+
+    def mix(
+        self, inputs: State, state: State | None, lengths: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, State]:
+        """Inputs -> read-outs [B, T, H, D] and the new state; real tokens stand at the front of each row."""
+        raise NotImplementedError
+
+    def gates(self, hidden_states: Tensor) -> State:
+        """The per-token gates that `mix` needs, fp32 [B, T, H]; a gate that is 0 leaves the state as it is."""
+        raise NotImplementedError
+
+    def readout(self, o: Tensor, hidden_states: Tensor) -> Tensor:
+        """Read-outs [B, T, H, D] -> features [B, T, H*D], the input of o_proj."""
+        raise NotImplementedError
+
+    def state_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+        """Per sequence: each state tensor's shape and dtype (None: the model's)."""
+        raise NotImplementedError
+
+    # -- the shared path ---------------------------------------------------------------------------------------------
+
+    def project(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> State:
+        """Hidden states [B, T, hidden] -> q [B, T, H, D], k, v [B, T, Hk, D], gates, and cos, sin where rotary is on."""
+        if hasattr(self, "qkv_proj"):
+            sizes = [self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim]
+            q, k, v = self.qkv_proj(hidden_states).split(sizes, dim=-1)
+        else:
+            q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        inputs = {"q": q, "k": k, "v": v, **self.gates(hidden_states)}
+        if position_embeddings is not None and self.settings["rope"]:
+            cos, sin = position_embeddings
+            inputs["cos"] = cos.expand(q.shape[0], *cos.shape[1:])
+            inputs["sin"] = sin.expand(q.shape[0], *sin.shape[1:])
+        return inputs
+
+    def scan(self, inputs: State, state: State | None, layout: TokenLayout | None) -> tuple[Tensor, State]:
+        """Inputs [B, T, ...] and state -> read-outs [B, T, H, D] and new state, whatever the padding and packing."""
+        if layout is None:
+            return self.mix(inputs, state, None, None)
+        layout = layout.to(inputs["q"].device)
+        packed = {name: layout.pack(x) for name, x in inputs.items()}
+        o, new = self.mix(packed, layout.states_in(state), layout.lengths, layout.cu_seqlens)
+        return layout.unpack(o), layout.states_out(new, state)
+
+    def features(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        layout: TokenLayout | None = None,
+        slot: StateCache | None = None,
+    ) -> Tensor:
+        """Everything before o_proj: [B, T, hidden] -> [B, T, H*D]. `slot` holds the state between calls."""
+        inputs = self.project(hidden_states, position_embeddings)
+        if slot is None:
+            o, _ = self.scan(inputs, None, layout)
+        else:
+            o = slot.run(self.scan, inputs, layout)
+        return self.readout(o.to(hidden_states.dtype), hidden_states)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Any = None,
+        token_layout: TokenLayout | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """The attention module's interface: [B, T, hidden] -> ([B, T, hidden], None). Padding comes by `token_layout`."""
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        slot = None if cache is None else cache.layers[self.layer_idx]
+        features = self.features(hidden_states, position_embeddings, token_layout, slot)
+        if getattr(cache, "offloading", False):
+            slot.offload()
+        return self.o_proj(features), None
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of state per sequence, with the model in `dtype`."""
+        total = 0
+        for shape, own in self.state_shapes().values():
+            total += torch.Size(shape).numel() * (own or dtype).itemsize
+        return total
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Mixer:
+        # Decay parameters stay fp32 when a model is cast: bf16 cannot resolve decays near one.
+        keep = {id(getattr(self, name)) for name in self.fp32_names if hasattr(self, name)}
+
+        def guarded(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return tensor.to(moved.device) if id(tensor) in keep and moved.dtype != tensor.dtype else moved
+
+        return super()._apply(guarded, recurse)
+
+
+class StateSpaceMixer(Mixer):
+    """What GKA, GDN and Mamba-2 share: convolutions on q, k, v, a decay gate, a normed and gated read-out."""
+
+    def __init__(self, config: Any, attention: nn.Module, layer_idx: int):
+        super().__init__(config, attention, layer_idx)
+        width, hidden = self.settings["conv_size"], config.hidden_size
+        self.q_conv = ShortConv(self.heads * self.head_dim, width)
+        self.k_conv = ShortConv(self.kv_heads * self.head_dim, width)
+        self.v_conv = ShortConv(self.kv_heads * self.head_dim, width)
+        self.a_proj = nn.Linear(hidden, self.heads, bias=False)
+        self.A_log = nn.Parameter(torch.empty(self.heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(self.heads, dtype=torch.float32))
+        self.g_proj = nn.Linear(hidden, self.heads * self.head_dim, bias=True)
+        self.o_norm = HeadNorm(self.heads, self.head_dim, self.settings["norm_eps"])
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        for conv in (self.q_conv, self.k_conv, self.v_conv):
+            conv.reset_parameters()
+        self.o_norm.reset_parameters()
+        self.g_proj.weight.zero_()
+        self.g_proj.bias.fill_(GATE_AT_ONE)
+        self.a_proj.weight.zero_()
+        # Time constants spread evenly in log scale over the heads: exp(-exp(A_log) * dt) per step.
+        shortest, longest = self.settings["memory"]
+        span = (torch.arange(self.heads, device=self.A_log.device) + 0.5) / self.heads
+        rate = 1.0 / (shortest * (longest / shortest) ** span)
+        dt = 0.05  # softplus is nearly linear in its weight here, so that the gate can learn both ways
+        self.A_log.copy_((rate / dt).log())
+        self.dt_bias.fill_(dt + math.log(-math.expm1(-dt)))  # softplus inverse
+
+    def timestep(self, hidden_states: Tensor) -> Tensor:
+        """softplus(a_proj(x) + dt_bias), fp32 [B, T, H]."""
+        return F.softplus(self.a_proj(hidden_states).float() + self.dt_bias)
+
+    def convolve(
+        self, inputs: State, state: State | None, lengths: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, State]:
+        """Short convolutions on q, k, v, then rotary on q and k; also the convolutions' new tails."""
+        out, tails = {}, {}
+        for name in ("q", "k", "v"):
+            y, tails[f"conv_{name}"] = short_conv(
+                inputs[name].flatten(-2),
+                getattr(self, f"{name}_conv").weight,
+                activation=self.settings["conv_activation"],
+                initial_state=None if state is None else state[f"conv_{name}"],
+                lengths=lengths,
+                cu_seqlens=cu_seqlens,
+            )
+            out[name] = y.unflatten(-1, (-1, self.head_dim))
+        if "cos" in inputs:
+            out["q"], out["k"] = (rotate(out[n], inputs["cos"], inputs["sin"]) for n in ("q", "k"))
+        return out["q"], out["k"], out["v"], tails
+
+    def readout(self, o: Tensor, hidden_states: Tensor) -> Tensor:
+        return self.o_norm(o).flatten(-2) * F.silu(self.g_proj(hidden_states))
+
+    def conv_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+        tail = self.settings["conv_size"] - 1
+        widths = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads}
+        return {f"conv_{n}": ((tail, w * self.head_dim), None) for n, w in widths.items()}
+
+
+def inert(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """x [B, T, ...] with zeros behind each row's `lengths` real tokens."""
+    if lengths is None:
+        return x
+    real = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+    return x * real.view(*real.shape, *[1] * (x.dim() - 2)).to(x.dtype)

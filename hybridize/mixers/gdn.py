@@ -1,0 +1,60 @@
+"""Gated DeltaNet: a decaying state that each token corrects by the delta rule (arXiv 2412.06464)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hybridize.kernels.gdn import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from hybridize.mixers.base import StateSpaceMixer, inert
+from hybridize.mixers.tokens import State
+
+
+class GDNMixer(StateSpaceMixer):
+    """State: one key-value matrix S for every head."""
+
+    kind = "gdn"
+    defaults: ClassVar[dict[str, Any]] = {
+        "conv_size": 4,
+        "conv_activation": None,
+        "rope": True,
+        "memory": (4.0, 4096.0),
+        "norm_eps": 1e-5,
+    }
+
+    def __init__(self, config: Any, attention: nn.Module, layer_idx: int):
+        super().__init__(config, attention, layer_idx)
+        self.b_proj = nn.Linear(config.hidden_size, self.heads, bias=True)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.b_proj.weight.zero_()
+        self.b_proj.bias.zero_()
+
+    def gates(self, hidden_states: Tensor) -> State:
+        return {
+            "g": -self.A_log.float().exp() * self.timestep(hidden_states),
+            "beta": self.b_proj(hidden_states).float().sigmoid(),
+        }
+
+    def mix(
+        self, inputs: State, state: State | None, lengths: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, State]:
+        q, k, v, new = self.convolve(inputs, state, lengths, cu_seqlens)
+        kernel = recurrent_gated_delta_rule if q.shape[1] == 1 else chunk_gated_delta_rule
+        o, new["S"] = kernel(
+            q,
+            k,
+            v,
+            inert(inputs["g"], lengths),
+            inert(inputs["beta"], lengths),
+            initial_state=None if state is None else state["S"],
+            cu_seqlens=cu_seqlens,
+        )
+        return o, new
+
+    def state_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+        return {**self.conv_shapes(), "S": ((self.heads, self.head_dim, self.head_dim), torch.float32)}

@@ -1,0 +1,63 @@
+"""Mamba-2: a state with one scalar decay per head and step (arXiv 2405.21060); C is the query, B the key, x the value."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybridize.kernels.common import expand_heads
+from hybridize.kernels.ssd import chunk_ssd, recurrent_ssd
+from hybridize.mixers.base import StateSpaceMixer, inert
+from hybridize.mixers.tokens import State
+
+
+class Mamba2Mixer(StateSpaceMixer):
+    """State: one matrix h [P, N] for every head. B and C are normalised per head unless `qk_l2norm` is off."""
+
+    kind = "mamba2"
+    defaults: ClassVar[dict[str, Any]] = {
+        "conv_size": 4,
+        "conv_activation": None,
+        "rope": True,
+        "memory": (4.0, 4096.0),
+        "norm_eps": 1e-5,
+        "qk_l2norm": True,
+    }
+
+    def __init__(self, config: Any, attention: nn.Module, layer_idx: int):
+        super().__init__(config, attention, layer_idx)
+        self.D = nn.Parameter(torch.empty(self.heads, dtype=torch.float32))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        # The published start, 1, drowns the state: attention has no such direct path from a value to its own output.
+        self.D.zero_()
+
+    def gates(self, hidden_states: Tensor) -> State:
+        return {"dt": self.timestep(hidden_states)}
+
+    def mix(
+        self, inputs: State, state: State | None, lengths: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, State]:
+        q, k, v, new = self.convolve(inputs, state, lengths, cu_seqlens)
+        if self.settings["qk_l2norm"]:
+            q, k = (F.normalize(x.float(), dim=-1, eps=1e-6).to(x.dtype) for x in (q, k))
+        kernel = recurrent_ssd if q.shape[1] == 1 else chunk_ssd
+        o, new["h"] = kernel(
+            expand_heads(v, self.heads),
+            inert(inputs["dt"], lengths),
+            -self.A_log.float().exp(),
+            expand_heads(k, self.heads),
+            q,
+            D=self.D.float(),
+            initial_state=None if state is None else state["h"],
+            cu_seqlens=cu_seqlens,
+        )
+        return o, new
+
+    def state_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+        return {**self.conv_shapes(), "h": ((self.heads, self.head_dim, self.head_dim), torch.float32)}

@@ -47,8 +47,8 @@ class PaddedLayout:
 class ChunkLayout:
     """Tokens cut into chunks that never cross a sequence border.
 
-    Chunks lie in the order of processing: the first chunk of every sequence, then the second of those that have one, and
-    so on, longest sequence first. So step j of a pass over the states works on counts[j] consecutive chunks and on the
+    Chunks lie in the order of processing: the first chunk of every sequence, then the second of those that have one,
+    and so on, longest first. So step j of a pass over the states works on counts[j] consecutive chunks and on the
     first counts[j] states, and memory is linear in the number of tokens however unequal the sequences are.
     """
 

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from hybridize.kernels.decay.chunk import by_group, grouped_matmul
 from hybridize.kernels.gka.inputs import chebyshev_weights, smallest_norm
 
-CPU_BLOCK = 16  # chunk-heads whose iterates stay in the cache together
+CPU_BLOCK = 36  # chunk-heads whose iterates stay in the cache together
 GPU_BLOCK = 8192  # chunk-heads per block elsewhere: bounds the working memory
 
 
@@ -20,7 +20,8 @@ def gram_norms(k: Tensor, e: Tensor, d: Tensor, h0: Tensor) -> Tensor:
     """Return ||H_t||_F [M,H,C]; every term is non-negative, and rows are scaled so that no square underflows."""
     size = h0.detach().abs().amax((-2, -1))
     size = torch.where(size > 0, size, 1.0)[..., None]
-    largest = torch.maximum(d.detach() * size, e.detach().amax(-1))
+    lengths = by_group(e.detach(), k.shape[1]) * k.detach().square().sum(-1)[:, :, None, None]
+    largest = torch.maximum(d.detach() * size, lengths.flatten(1, 2).amax(-1))
     row = torch.where(largest > 0, largest, 1.0)
     h0, e, d = h0 / size[..., None], e / row[..., None], d * size / row
     keys = k[:, :, None]
@@ -56,7 +57,7 @@ def chebyshev(q: Tensor, k: Tensor, e: Tensor, d: Tensor, h0: Tensor, inverse: T
         inside = (e[b] * factor[..., None]).reshape(-1, heads // k.shape[1] * chunk, chunk)
         keys = k[b].flatten(0, 1)
         transposed = keys.transpose(-1, -2).contiguous()
-        start = h0[b].flatten(0, 1).contiguous()
+        start = h0[b].flatten(0, 1).transpose(-1, -2).contiguous()
         rhs = step * q[b].contiguous().flatten(0, 1)
         x, before = rhs.clone(), torch.zeros_like(rhs)
         target, scores = torch.empty_like(rhs), torch.empty_like(inside)
@@ -78,7 +79,7 @@ def coupling(z: Tensor, x: Tensor, k: Tensor, e: Tensor, d: Tensor, h0: Tensor, 
     """Return sum_t z_t.(H_t + ridge ||H_t|| I) x_t, differentiable in k, e, d and h0."""
     keys = k.transpose(-1, -2)
     inside = (grouped_matmul(z, keys) * grouped_matmul(x, keys) * e).sum()
-    before = (torch.matmul(d[..., None] * x, h0) * z).sum()
+    before = (torch.matmul(d[..., None] * z, h0) * x).sum()
     return inside + before + ridge * ((z * x).sum(-1) * gram_norms(k, e, d, h0)).sum()
 
 

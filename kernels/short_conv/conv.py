@@ -21,7 +21,7 @@ def start_tail(initial: Tensor | None, rows: int, width: int, x: Tensor) -> Tens
 
 
 def convolve(x: Tensor, tokens: int, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """Return y [B,tokens,C] of x [B,tokens + W - 1,C]; a sum of W shifts, so splitting a sequence changes no bit."""
+    """Return y [B,tokens,C] of x [B,tokens + W - 1,C]; a sum of W shifts, which needs no transposed copy."""
     dtype = compute_dtype(x)
     weight = weight.to(dtype)
     y = x[:, :tokens].to(dtype) * weight[:, 0]

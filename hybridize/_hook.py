@@ -41,15 +41,6 @@ def install() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
-def settle() -> None:
-    """Import transformers' Auto classes, which registers the hybrid types.
-
-    A room whose modules import transformers calls this first in its `__init__.py`: registration imports several of our
-    modules, and must not start while one of them is half imported.
-    """
-    import_module(AUTO_MODULE)
-
-
 class _Finder(MetaPathFinder):
     """Finds one module the way the other finders do, with a loader that registers afterwards."""
 

@@ -25,6 +25,8 @@ EPILOG = "A command's own --help shows its options and examples."
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not sys.stderr.isatty() or {"--quiet", "-q"} & set(arguments):
+        os.environ.setdefault("TQDM_DISABLE", "1")  # other libraries' bars; tqdm reads it when it is imported
     try:
         code = _run(arguments)
         sys.stdout.flush()

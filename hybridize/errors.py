@@ -57,10 +57,10 @@ _FOREIGN = {
     "huggingface_hub.RevisionNotFoundError": "The Hub has this repository, but not this revision; check --revision.",
     "huggingface_hub.RepositoryNotFoundError": "The Hub has no such repository, or it is private; check the name, or "
     "run `hf auth login`.",
-    "huggingface_hub.OfflineModeIsEnabled": "The file is not in the local cache and HF_HUB_OFFLINE is set; unset it, "
+    "huggingface_hub.OfflineModeIsEnabled": "HF_HUB_OFFLINE is set and the files are not in the local cache; unset it, "
     "or give a local folder.",
-    "huggingface_hub.LocalEntryNotFoundError": "The Hub cannot be reached and the file is not in the local cache; "
-    "check the connection, or give a local folder.",
+    "huggingface_hub.LocalEntryNotFoundError": "The Hub cannot be reached (or HF_HUB_OFFLINE is set) and the files are "
+    "not in the local cache; check the connection, or give a local folder.",
     "huggingface_hub.EntryNotFoundError": "The repository on the Hub lacks a file that is needed; check that it holds "
     "a transformers model.",
     "safetensors.SafetensorError": "A safetensors file is damaged or cut short; download or copy it again.",

@@ -141,8 +141,8 @@ def check_disk_space(path: str | Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise WorkspaceError(
-            f"{path} needs {size(needed)}, but the disk has {size(free)} free; free some space, or choose another place "
-            "with --output or --workspace."
+            f"{path} needs {size(needed)}, but the disk has {size(free)} free; free some space, or choose another "
+            "place with --output or --workspace."
         )
 
 

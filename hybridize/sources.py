@@ -64,12 +64,16 @@ class Source:
         """
         target = pick_device(None if device is None else str(device))
         number = pick_dtype(dtype, target)
+        self.fetch()
+        model = self._from_pretrained(number)
+        return model.to(target).eval()  # type: ignore[arg-type]
+
+    def fetch(self) -> None:
+        """Download the weights if they are on the Hub, and check that they are whole."""
         if self.repository:
             self.path = _download(self.repository, self.revision, [*_TEXT_FILES, "*.safetensors"])
         if not self.gguf:
             check_weights(self.path)
-        model = self._from_pretrained(number)
-        return model.to(target).eval()  # type: ignore[arg-type]
 
     def _from_pretrained(self, dtype: "torch.dtype") -> "PreTrainedModel":
         from transformers import AutoModelForCausalLM
@@ -144,12 +148,17 @@ def _open_gguf(name: str, path: Path) -> Source:
             raise SourceError(f"{name} is a file, but not a GGUF file; give a model folder or a GGUF file.")
     if re.search(r"-\d{5}-of-\d{5}\.gguf$", path.name):
         raise SourceError(f"{path} is one part of a split GGUF; merge the parts first, with llama-gguf-split --merge.")
-    missing = [package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None]
-    if missing:
-        raise SourceError(f"Reading {path} needs {' and '.join(missing)}; run: pip install 'hybridize[gguf]'")
+    require_gguf(name)
     config = _parse_config(name, path.parent, path.name)
     _refuse(name, config.to_dict())
     return Source(name, path.parent, config, gguf=path.name)
+
+
+def require_gguf(name: str) -> None:
+    """Raise SourceError when a package that reading a GGUF file needs is not installed."""
+    missing = [package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None]
+    if missing:
+        raise SourceError(f"{name} is a GGUF file, which needs {' and '.join(missing)}: pip install 'hybridize[gguf]'")
 
 
 def _download(repository: str, revision: str | None, patterns: list[str]) -> Path:

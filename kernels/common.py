@@ -1,11 +1,29 @@
 """What every kernel needs: the compute dtype, head checks, states and in-place results."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-SMALLEST_LOG_DECAY = -1e4  # exp of it is 0 in fp64 too, and a chunk of them still adds up to a finite number
+SMALLEST_LOG_DECAY = -800.0  # exp of it is 0 even in fp64, and a chunk of them keeps some digits in fp32
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def without_autocast(form: Callable[P, R]) -> Callable[P, R]:
+    """Make a function of tensors run in the dtypes it chooses itself, also under torch.autocast."""
+
+    @wraps(form)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        first = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        with torch.autocast(first.device.type, enabled=False):
+            return form(*args, **kwargs)
+
+    return run
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybridize.kernels.common import cast, start_state
+from hybridize.kernels.common import cast, start_state, without_autocast
 from hybridize.kernels.decay.chunk import decay_factors, grouped_matmul, read_out, scale_heads
 from hybridize.kernels.gdn.inputs import check_gdn, unit
 from hybridize.kernels.varlen import ChunkLayout
@@ -50,6 +50,12 @@ class _ScanDelta(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_values: Tensor, d_starts: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(d_final.device.type, enabled=False):
+            return _ScanDelta.gradients(ctx, d_values, d_starts, d_final)
+
+    @staticmethod
+    def gradients(ctx: Any, d_values: Tensor, d_starts: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of all inputs."""
         w, kept, decay, starts, values = ctx.saved_tensors
         heads = w.shape[1]
         d_after = torch.empty_like(starts)  # gradient of the state behind each chunk
@@ -74,6 +80,7 @@ class _ScanDelta(torch.autograd.Function):
         return d_u, d_w, d_kept, d_decay, d_state, None
 
 
+@without_autocast
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,

@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 
-from hybridize.kernels.common import cast
+from hybridize.kernels.common import cast, without_autocast
 from hybridize.kernels.decay import decay_factors, read_out, scan_states, written_states
 from hybridize.kernels.gka.inputs import EPS, GkaState, check_gka, default_scale, gka_start, unit
 from hybridize.kernels.gka.solve import solve
 from hybridize.kernels.varlen import ChunkLayout
 
 
+@without_autocast
 def chunk_gka(
     q: Tensor,
     k: Tensor,

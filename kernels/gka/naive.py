@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hybridize.kernels.common import cast, expand_heads
+from hybridize.kernels.common import cast, expand_heads, without_autocast
 from hybridize.kernels.gka.inputs import EPS, GkaState, check_gka, default_scale, gka_start, smallest_norm, unit
 from hybridize.kernels.varlen import PaddedLayout
 
@@ -32,6 +32,7 @@ def chebyshev(h: Tensor, q: Tensor, ridge: float, num_iters: int) -> Tensor:
     return torch.where(usable, x, 0.0)
 
 
+@without_autocast
 def naive_gka(
     q: Tensor,
     k: Tensor,

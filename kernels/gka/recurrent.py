@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hybridize.kernels.common import SMALLEST_LOG_DECAY, cast, expand_heads, store_in_place
+from hybridize.kernels.common import SMALLEST_LOG_DECAY, cast, expand_heads, store_in_place, without_autocast
 from hybridize.kernels.gka.inputs import EPS, GkaState, chebyshev_weights, check_gka, default_scale, gka_start, unit
 from hybridize.kernels.gka.naive import frobenius
 from hybridize.kernels.gka.solve import inverse_norms
@@ -23,6 +23,7 @@ def solve_token(h: Tensor, q: Tensor, ridge: float, num_iters: int) -> Tensor:
     return x.view_as(h[..., :1])[..., 0] * inverse
 
 
+@without_autocast
 def recurrent_gka(
     q: Tensor,
     k: Tensor,

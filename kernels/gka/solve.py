@@ -99,6 +99,12 @@ class _Solve(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(d_x.device.type, enabled=False):
+            return _Solve.gradients(ctx, d_x)
+
+    @staticmethod
+    def gradients(ctx: Any, d_x: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of all inputs."""
         x, k, e, d, h0, inverse = ctx.saved_tensors
         system = (k, e, d, h0)
         z = chebyshev(d_x, k, e, d, h0, inverse, ctx.ridge, ctx.num_iters)

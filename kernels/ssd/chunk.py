@@ -2,12 +2,13 @@
 
 from torch import Tensor
 
-from hybridize.kernels.common import cast, start_state
+from hybridize.kernels.common import cast, start_state, without_autocast
 from hybridize.kernels.decay import decay_factors, grouped_matmul, read_out, scan_states
 from hybridize.kernels.ssd.inputs import add_skip, check_ssd
 from hybridize.kernels.varlen import ChunkLayout
 
 
+@without_autocast
 def chunk_ssd(
     x: Tensor,
     dt: Tensor,

@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
-from hybridize.kernels.common import cast, expand_heads, start_state
+from hybridize.kernels.common import cast, expand_heads, start_state, without_autocast
 from hybridize.kernels.ssd.inputs import add_skip, check_ssd
 from hybridize.kernels.varlen import PaddedLayout
 
 
+@without_autocast
 def naive_ssd(
     x: Tensor,
     dt: Tensor,

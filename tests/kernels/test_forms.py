@@ -152,6 +152,16 @@ def test_half_precision_inputs(name):
 
 
 @names
+def test_autocast_does_not_lower_the_precision(name):
+    inputs, state = cast(make_inputs(name, 1, 70), torch.float32), cast(make_state(name, 1), torch.float32)
+    for form in OPS[name][:3]:
+        expected = call(form, inputs, state)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = call(form, inputs, state)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@names
 def test_no_tokens_pass_the_state_through(name):
     inputs, state = make_inputs(name, 2, 0), make_state(name, 2)
     for form in OPS[name][:3]:

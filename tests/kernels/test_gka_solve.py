@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import GATES, call, cast, error, make_inputs, make_state
+from kernel_cases import call, cast, error, make_inputs, make_state
 
 from hybridize.kernels.gka import chunk_gka, naive_gka, recurrent_gka
 
@@ -38,14 +38,14 @@ def test_within_the_chebyshev_bound_of_a_direct_solve(ridge, num_iters):
         assert relative.max() <= bound + 1e-12
 
 
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("gate", ["slow", "fast", "mixed", "usual"])
 @pytest.mark.parametrize("keys", ["random", "same", "few"])
 def test_fp32_stays_close_when_the_gram_matrix_is_nearly_singular(gate, keys):
-    inputs = make_inputs("gka", 1, 130, gate=gate, dim=64)
+    inputs = make_inputs("gka", 1, 100, gate=gate, dim=64)
     if keys == "same":
         inputs["k"] = inputs["k"][:, :1] + 1e-3 * inputs["k"]
     if keys == "few":
-        inputs["k"] = inputs["k"][:, torch.arange(130) % 3]
+        inputs["k"] = inputs["k"][:, torch.arange(100) % 3]
     inputs["alpha"] = torch.ones_like(inputs["alpha"])
     expected = call(naive_gka, inputs)
     for form in (chunk_gka, recurrent_gka, naive_gka):

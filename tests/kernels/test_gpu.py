@@ -1,0 +1,69 @@
+"""The kernels on a CUDA device, against the naive forms in fp64 on the CPU."""
+
+import pytest
+import torch
+from kernel_cases import OPS, assert_close, call, make_inputs, make_state
+
+from hybridize.kernels.short_conv import short_conv
+from hybridize.kernels.swa import chunk_swa, naive_swa
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def on_device(tensors, dtype=torch.float32):
+    """Move a dict or tuple of tensors to the device, leaf by leaf."""
+    if isinstance(tensors, dict):
+        return {n: x.to("cuda", dtype).requires_grad_() for n, x in tensors.items()}
+    return None if tensors is None else tuple(x.to("cuda", dtype).requires_grad_() for x in tensors)
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("gate", ["usual", "mixed"])
+@pytest.mark.parametrize("bounds", [None, [0, 70, 70, 71, 300]])
+def test_forms(name, gate, bounds):
+    rows = 2 if bounds is None else len(bounds) - 1
+    inputs, state = make_inputs(name, 1 if bounds else 2, 300, gate=gate, dim=64), make_state(name, rows, dim=64)
+    packed = None if bounds is None else torch.tensor(bounds)
+    expected = call(OPS[name].naive, inputs, state, cu_seqlens=packed)
+    for form in (OPS[name].chunk, OPS[name].recurrent, OPS[name].naive):
+        given = None if packed is None else packed.cuda()
+        found = call(form, on_device(inputs), on_device(state), cu_seqlens=given)
+        assert_close([x.cpu() for x in found], expected, OPS[name].fp32)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_gradients(name):
+    inputs, state = make_inputs(name, 2, 200, dim=32), make_state(name, 2, dim=32)
+    grads = []
+    for move in (lambda x: {n: t.clone().requires_grad_() for n, t in x.items()}, on_device):
+        leaves = move(inputs)
+        start = move(dict(enumerate(state)))
+        outputs = call(OPS[name].chunk, leaves, tuple(start.values()))
+        sum((x * torch.arange(x.numel(), device=x.device).view_as(x).sin()).sum() for x in outputs).backward()
+        grads.append([x.grad.cpu() for x in (*leaves.values(), *start.values())])
+    assert_close(grads[1], grads[0], 1e-3)
+
+
+@pytest.mark.parametrize("window,sinks", [(64, 0), (100, 4)])
+def test_sliding_window(window, sinks):
+    q, k, v = (torch.randn(2, 600, h, 64, dtype=torch.float64) for h in (6, 2, 2))
+    expected, state = naive_swa(q, k, v, window=window, sinks=sinks)
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        leaves = on_device((q, k, v), dtype)
+        o, final = chunk_swa(*leaves, window=window, sinks=sinks)
+        o.float().square().sum().backward()
+        assert_close([x.cpu() for x in (o, *final[:4])], [expected, *state[:4]], bound)
+        assert all(x.grad.isfinite().all() for x in leaves)
+        step, _ = chunk_swa(*(x[:, :1] for x in leaves), window=window, sinks=sinks, initial_state=final)
+        assert step.shape == (2, 1, 6, 64)
+
+
+def test_short_conv():
+    x, weight = torch.randn(2, 100, 32, dtype=torch.float64), torch.randn(32, 4, dtype=torch.float64)
+    expected = short_conv(x, weight, activation="silu")
+    found = short_conv(*on_device((x, weight)), activation="silu", lengths=torch.tensor([100, 100], device="cuda"))
+    assert_close([t.cpu() for t in found], list(expected), 1e-6)
+    packed = short_conv(
+        *(t[:1] if t.ndim == 3 else t for t in on_device((x, weight))), cu_seqlens=torch.tensor([0, 9, 100])
+    )
+    assert packed[1].shape == (2, 3, 32)

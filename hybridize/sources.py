@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_DAMAGED = " (if the file is damaged or cut short, download or copy it again)"  # a GGUF is not checked before
 _TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "README.md"]
 
 
@@ -84,7 +85,7 @@ class Source:
 
             # Otherwise newer versions keep the blocks packed where they find a kernel for them.
             extra = {"gguf_file": self.gguf, "quantization_config": GgufConfig(dequantize=True)}
-        with _explained(self.name, "its weights cannot be loaded"):
+        with _explained(self.name, f"its weights cannot be loaded{_DAMAGED if self.gguf else ''}"):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 self.path, config=self.config, dtype=dtype, output_loading_info=True, **extra
             )
@@ -208,7 +209,7 @@ def _refuse(name: str, raw: dict[str, Any]) -> None:
 def _parse_config(name: str, folder: Path, gguf: str | None = None) -> "PretrainedConfig":
     from transformers import AutoConfig
 
-    with _explained(name, "its configuration cannot be read"):
+    with _explained(name, f"its configuration cannot be read{_DAMAGED if gguf else ''}"):
         return AutoConfig.from_pretrained(folder, **({"gguf_file": gguf} if gguf else {}))
 
 
@@ -227,6 +228,6 @@ def _explained(name: str, what: str) -> Iterator[None]:
         yield
     except (HybridizeError, MemoryError):
         raise
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, AttributeError) as error:
+    except Exception as error:  # a damaged file makes the readers raise anything
         reason = explain(error) or (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise SourceError(f"{name}: {what}: {reason}") from error

@@ -37,7 +37,7 @@ class StateLayer(CacheLayerMixin):
         super().__init__()
         self.anchor = anchor
         self.document_start: Tensor | None = None  # [B] where each row's current document begins, once one was packed
-        self.recording = False
+        self.record_past = False  # transformers' name: it reads and clears this
         self._clear()
 
     def _clear(self) -> None:
@@ -61,7 +61,8 @@ class StateLayer(CacheLayerMixin):
         tokens = inputs["q"].shape[1]
         self._length += tokens
         self.is_initialized = True
-        if not self.recording:
+        if not self.record_past:
+            self._checkpoint, self._record = None, []
             o, self._state = scan(inputs, self._state, layout)
             return o
         old = tokens - MAX_ROLLBACK
@@ -79,7 +80,7 @@ class StateLayer(CacheLayerMixin):
 
     @property
     def state(self) -> State | None:
-        """The named state tensors, or None before the first token; not to be read between a crop and the next forward."""
+        """The named state tensors, None before the first token; not to be read between a crop and the next forward."""
         if self._behind:
             raise RollbackError(
                 "The state is rebuilt at the next forward after a crop: run the model before reading it."
@@ -111,13 +112,14 @@ class StateLayer(CacheLayerMixin):
 
     def activate_past_recording(self) -> None:
         """Record inputs from now on, so that `crop` can take tokens back."""
-        if not self.recording:
-            self.recording = True
-            self._checkpoint, self._record = self._state, []
+        if not self.record_past:
+            self.record_past = True
+            if not self._behind:
+                self._checkpoint, self._record = self._state, []
 
     @property
     def is_croppable(self) -> bool:
-        return self.recording
+        return self.record_past
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last -tokens_to_remove tokens (transformers counts them as a negative number)."""
@@ -128,15 +130,17 @@ class StateLayer(CacheLayerMixin):
             raise RollbackError(
                 f"crop({tokens_to_remove}): give the number of tokens to take back as a negative number."
             )
-        if not self.recording:
+        if not self.record_past:
             raise RollbackError(
-                "A state cannot forget tokens that were not recorded: call activate_past_recording() first."
+                "A state cannot forget tokens that were not recorded: call activate_past_recording() on the cache, "
+                "once the model has seen it and before the tokens that may be taken back."
             )
         if count > self._recorded():
             raise RollbackError(f"crop asks back {count} tokens, but only the last {self._recorded()} are recorded.")
-        self._length -= count
-        if self.document_start is not None and bool((self.document_start > self.get_seq_length()).any()):
+        kept, start = self._length - count, self.document_start
+        if start is not None and bool(((start > 0) & (start >= kept)).any()):
             raise RollbackError("crop would go back behind the start of a packed document: run the prompt again.")
+        self._length = kept
         while count:
             inputs, layout = self._record.pop()
             tokens = inputs["q"].shape[1]
@@ -214,10 +218,11 @@ def cut(piece: Piece, start: int, stop: int) -> Piece:
 
 
 def install_state_layers(cache: Cache, converted: list[int], num_layers: int) -> None:
-    """Put a StateLayer at every converted layer of a transformers cache, of whatever kind, that has seen no token yet."""
-    if not converted or (len(cache.layers) > converted[0] and isinstance(cache.layers[converted[0]], StateLayer)):
+    """Put a StateLayer at every converted layer of a transformers cache of whatever kind that has seen no token yet."""
+    here = [i for i, layer in enumerate(cache.layers) if isinstance(layer, StateLayer)]
+    if here == converted:
         return
-    if any(layer.get_seq_length() for layer in cache.layers if isinstance(layer, CacheLayerMixin)):
+    if here or any(layer.get_seq_length() for layer in cache.layers if isinstance(layer, CacheLayerMixin)):
         raise HybridizeError("This cache was filled by another model: start this hybrid with an empty cache.")
     while len(cache.layers) < num_layers:
         cache.layers.append((cache.layer_class_to_replicate or DynamicLayer)())

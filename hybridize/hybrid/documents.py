@@ -1,7 +1,8 @@
-"""Attention masks for packed documents: what keeps the unconverted layers from looking across a border.
+"""Attention masks that transformers would not make by itself for the unconverted layers.
 
-transformers finds packed documents only where there is neither a mask nor a cache; a hybrid's state never leaks across
-documents, so its attention layers must not either.
+Packed documents: transformers finds them only where there is neither a mask nor a cache; a hybrid's state never leaks
+across documents, so its attention layers must not either. Static caches: a single token needs a mask to keep it from
+the slots that are still empty, and transformers leaves it out unless all layers of the cache are static.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ def attention_masks(
     """
     remembered = None if keeper is None else keeper.document_start
     packed = isinstance(layout, PackedDocuments)
-    if not packed and remembered is None:
-        return None
+    documents = packed or remembered is not None
     batch, length = inputs.shape[:2]
+    static = length == 1 and cache is not None and any(layer.is_compileable for layer in cache.layers)
+    if not documents and not static:
+        return None
     start = torch.zeros(batch, 1, dtype=torch.long, device=inputs.device)
     if remembered is not None:
         start = remembered[:, None].to(inputs.device)
@@ -45,9 +48,11 @@ def attention_masks(
         start = torch.where(opens, at, start).cummax(dim=1).values
     else:
         start = start.expand(-1, length)
-    if keeper is not None:
+    if keeper is not None and documents:
         keeper.document_start = start[:, -1].clone()
     if "flash" in config._attn_implementation:
+        if not documents:
+            return None
         if remembered is not None or batch > 1 or (packed and not layout.mask.all()):  # type: ignore[union-attr]
             raise ConversionError(
                 "Packed documents with flash attention need one row, no padding and a single forward; "

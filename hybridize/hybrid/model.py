@@ -63,15 +63,23 @@ class HybridBody:
             past = cache.get_seq_length()
         if not plan.layers:
             return
-        mask = _token_mask(kwargs.get("attention_mask"), length)
+        full_mask = kwargs.get("attention_mask")
+        mask = _token_mask(full_mask, length)
         positions = kwargs.get("position_ids")
         positions = None if positions is None else positions.expand(batch, -1)
-        layout = token_layout(mask, positions, continued=bool(past))
+        began: Any = bool(past)
+        if began and mask is not None and full_mask.shape[1] > length:
+            began = full_mask[:, :-length].any(1)
+        layout = token_layout(mask, positions, began)
         kwargs["token_layout"] = layout
         keeper = None if cache is None else cache.layers[plan.layers[0]]
         masks = attention_masks(self.config, inputs, self.dtype, kwargs, cache, layout, past, keeper, CACHE)
         if masks is not None:
             kwargs["attention_mask"] = masks
+        elif positions is not None and cache is None and mask is None:
+            # Positions that leap ahead are one document here, with or without a cache; without either, transformers
+            # would make them two.
+            kwargs["attention_mask"] = torch.ones_like(positions)
 
 
 def _token_mask(attention_mask: Any, length: int) -> torch.Tensor | None:
@@ -134,7 +142,7 @@ class HybridCausalLM:
 
 @cache
 def hybrid_class(source: type) -> Any:
-    """The hybrid twin of a transformers causal language model class, e.g. LlamaForCausalLM -> HybridLlamaForCausalLM."""
+    """The hybrid twin of a transformers model class with a head, e.g. LlamaForCausalLM -> HybridLlamaForCausalLM."""
     return _twin(HybridCausalLM, source, config_class=hybrid_config_class(source.config_class))  # type: ignore[attr-defined]
 
 

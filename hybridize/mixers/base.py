@@ -1,5 +1,5 @@
-"""What every sequence mixer shares: it takes over an attention module's projections and puts a fixed-size state in place
-of the keys and values.
+"""What every sequence mixer shares: it takes over an attention module's projections and puts a fixed-size state in
+place of the keys and values.
 
 A mixer's forward is four steps, so that decoding, rollback and calibration can use the same pieces:
     project   hidden states -> per-token inputs (queries, keys, values, gates); no state involved
@@ -30,7 +30,7 @@ class StateCache(Protocol):
 
 
 class ShortConv(nn.Module):
-    """Depthwise causal convolution over the last `width` tokens; the last tap is the current token. Starts as identity."""
+    """Depthwise causal convolution over `width` tokens; the last tap is the current token. Starts as identity."""
 
     def __init__(self, channels: int, width: int):
         super().__init__()
@@ -59,7 +59,7 @@ class HeadNorm(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [B, T, H, D] by cos, sin [B, T, R]; channels beyond R pass unchanged (Phi-3's partial form)."""
+    """Rotary embedding of x [B, T, H, D] by cos, sin [B, T, R]; channels beyond R pass unchanged (Phi-3's partial)."""
     cos, sin = cos[:, :, None].to(x.dtype), sin[:, :, None].to(x.dtype)
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     low, high = turned.chunk(2, dim=-1)
@@ -67,7 +67,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Mixer(nn.Module):
-    """Base of the mixers; stands where the source's attention module stood and keeps its projections under their names."""
+    """Base of the mixers; stands where the source's attention stood and keeps its projections under their names."""
 
     kind: ClassVar[str]
     defaults: ClassVar[dict[str, Any]]
@@ -118,7 +118,7 @@ class Mixer(nn.Module):
     # -- the shared path ---------------------------------------------------------------------------------------------
 
     def project(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> State:
-        """Hidden states [B, T, hidden] -> q [B, T, H, D], k, v [B, T, Hk, D], gates, and cos, sin where rotary is on."""
+        """Hidden states [B, T, hidden] -> q [B, T, H, D], k, v [B, T, Hk, D], gates; cos, sin where rotary is on."""
         if hasattr(self, "qkv_proj"):
             sizes = [self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim]
             q, k, v = self.qkv_proj(hidden_states).split(sizes, dim=-1)
@@ -166,7 +166,7 @@ class Mixer(nn.Module):
         token_layout: TokenLayout | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """The attention module's interface: [B, T, hidden] -> ([B, T, hidden], None). Padding comes by `token_layout`."""
+        """The attention's interface: [B, T, hidden] -> ([B, T, hidden], None). Padding comes by `token_layout`."""
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
         slot = None if cache is None else cache.layers[self.layer_idx]
         features = self.features(hidden_states, position_embeddings, token_layout, slot)
@@ -259,5 +259,5 @@ def inert(x: Tensor, lengths: Tensor | None) -> Tensor:
     """x [B, T, ...] with zeros behind each row's `lengths` real tokens."""
     if lengths is None:
         return x
-    real = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
-    return x * real.view(*real.shape, *[1] * (x.dim() - 2)).to(x.dtype)
+    behind = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
+    return x.masked_fill(behind.view(*behind.shape, *[1] * (x.dim() - 2)), 0)  # even where x is not finite

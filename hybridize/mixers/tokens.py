@@ -12,7 +12,7 @@ State = dict[str, Tensor]  # one converted layer's memory: named tensors, batch 
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Rows with padding somewhere: real tokens are moved to the front, so that padding on any side is padding at the end.
+    """Rows with padding somewhere: real tokens are moved to the front, so that all padding is padding at the end.
 
     mask [B, T]: true at real tokens; order [B, T]: positions, real ones first and in order; lengths [B]: how many.
     """
@@ -91,9 +91,10 @@ class PackedDocuments:
         names = ("index", "cu_seqlens", "row", "continues", "last")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
-    def cut(self, start: int, stop: int) -> PackedDocuments:
+    def cut(self, start: int, stop: int) -> TokenLayout:
         """The layout of tokens start to stop of every row."""
-        return PackedDocuments.from_opens(self.opens[:, start:stop], self.mask[:, start:stop])
+        opens, mask = self.opens[:, start:stop], self.mask[:, start:stop]
+        return PackedDocuments.from_opens(opens, mask) if opens.any() else PaddedRows.from_mask(mask)
 
     def select(self, rows: Tensor) -> PackedDocuments:
         """The layout of some rows, in the order given."""
@@ -130,23 +131,20 @@ class PackedDocuments:
 TokenLayout = PaddedRows | PackedDocuments
 
 
-def token_layout(mask: Tensor | None, position_ids: Tensor | None, continued: bool) -> TokenLayout | None:
+def token_layout(mask: Tensor | None, position_ids: Tensor | None, began: Tensor | bool) -> TokenLayout | None:
     """Layout of a batch, or None where every token is real and every row is one document.
 
-    mask [B, T], true at real tokens; position_ids [B, T]; continued: whether tokens came before, so that a first
-    position of 0 begins a new document. A document begins wherever positions do not go up.
+    mask [B, T], true at real tokens; position_ids [B, T]; began [B]: the rows that have seen real tokens before, where
+    a first position of 0 begins a new document. A document begins wherever positions do not go up from one real token
+    to the next; positions of padding mean nothing.
     """
     if position_ids is not None:
-        opens = torch.zeros_like(position_ids, dtype=torch.bool)
-        opens[:, 1:] = position_ids[:, 1:] <= position_ids[:, :-1]
-        if mask is not None:
-            # Positions of padding mean nothing, and the first real token of a row opens no *second* document.
-            opens &= mask & (mask.cumsum(1) > 1)
-        if continued:
-            first = torch.zeros_like(opens) if mask is None else mask & (mask.cumsum(1) == 1)
-            if mask is None:
-                first[:, 0] = True
-            opens |= first & (position_ids == 0)
+        real = torch.ones_like(position_ids, dtype=torch.bool) if mask is None else mask
+        place = torch.arange(real.shape[1], device=real.device).expand_as(real)
+        before = torch.where(real, place, -1).cummax(1).values.roll(1, dims=1)  # the latest real token before each
+        before[:, 0] = -1
+        down = position_ids <= position_ids.gather(1, before.clamp(min=0))
+        opens = real & torch.where(before >= 0, down, (position_ids == 0) & torch.as_tensor(began).view(-1, 1))
         if opens.any():
             return PackedDocuments.from_opens(opens, mask)
     if mask is not None and not mask.all():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hybrid_cases import CASES, EVERY, GKA, cache_of, check_equal, hybrid, make, run, states, tokens
+from hybrid_cases import CASES, EVERY, GKA, cache_of, check_equal, hybrid, make, row_states, run, states, tokens
 from transformers import DynamicCache
 
 ROWS = ((30, 20, 14), (17, 47))  # lengths of the documents of each row
@@ -41,9 +41,8 @@ def check_packed(model, what):
     ways = {
         "no cache": {"use_cache": False},
         "default cache": {},
-        "own cache": {"cache": DynamicCache()},
         "no cache, mask": {"use_cache": False, "attention_mask": mask},
-        "cache, mask": {"attention_mask": mask, "cache": DynamicCache(config=model.config)},
+        "own cache, mask": {"attention_mask": mask, "cache": DynamicCache()},
     }
     for way, arguments in ways.items():
         out = run(model, ids, position_ids=place, **arguments)
@@ -51,7 +50,7 @@ def check_packed(model, what):
             check_equal({"logits": out.logits[i]}, {"logits": want[i]}, f"{what} {way} row {i}")
             if "no cache" in way:
                 continue
-            got = {n: x[i : i + 1] for n, x in states(cache_of(out), model).items()}
+            got = row_states(cache_of(out), model, i)
             check_equal(got, last[i], f"{what} {way} row {i}")
     # The last document of each row goes on from the cache, in two pieces.
     base = torch.tensor([[14], [47]])
@@ -60,24 +59,30 @@ def check_packed(model, what):
         out = run(model, turn[:, piece], cache_of(out), position_ids=base + torch.arange(MORE)[piece])
         logits.append(out.logits)
     for i in range(2):
-        got = {"logits": torch.cat(logits, 1)[i : i + 1], **{n: x[i : i + 1] for n, x in states(cache_of(out), model).items()}}
+        got = {
+            "logits": torch.cat(logits, 1)[i : i + 1],
+            **row_states(cache_of(out), model, i),
+        }
         check_equal(got, {"logits": after[i].logits, **states(cache_of(after[i]), model)}, f"{what} continued row {i}")
 
-    for gap, left in ((0, 0), (3, 2)):
-        ids, place, mask = pack(rows, 76, gap, left)
-        for cached in (False, True):
-            out = run(model, ids, position_ids=place, attention_mask=mask, use_cache=cached)
-            for i in range(2):
-                got = {"logits": out.logits[i, mask[i].bool()]}
-                check_equal(got, {"logits": want[i]}, f"{what} padded {gap, left} row {i} cache {cached}")
-        # A new document in a later forward, and the cache cut in the middle of a document.
-        cut = 40
-        first = run(model, ids[:, :cut], position_ids=place[:, :cut], attention_mask=mask[:, :cut])
-        second = run(model, ids[:, cut:], cache_of(first), position_ids=place[:, cut:], attention_mask=mask)
-        out = torch.cat([first.logits, second.logits], 1)
+    gap, left = 3, 2
+    ids, place, mask = pack(rows, 76, gap, left)
+    for cached in (False, True):
+        out = run(model, ids, position_ids=place, attention_mask=mask, use_cache=cached)
         for i in range(2):
-            got = {"logits": out[i, mask[i].bool()], **{n: x[i : i + 1] for n, x in states(cache_of(second), model).items()}}
-            check_equal(got, {"logits": want[i], **last[i]}, f"{what} padded {gap, left} cut row {i}")
+            got = {"logits": out.logits[i, mask[i].bool()]}
+            check_equal(got, {"logits": want[i]}, f"{what} padded {gap, left} row {i} cache {cached}")
+    # A new document in a later forward, and the cache cut in the middle of a document.
+    cut = 40
+    first = run(model, ids[:, :cut], position_ids=place[:, :cut], attention_mask=mask[:, :cut])
+    second = run(model, ids[:, cut:], cache_of(first), position_ids=place[:, cut:], attention_mask=mask)
+    out = torch.cat([first.logits, second.logits], 1)
+    for i in range(2):
+        got = {
+            "logits": out[i, mask[i].bool()],
+            **row_states(cache_of(second), model, i),
+        }
+        check_equal(got, {"logits": want[i], **last[i]}, f"{what} padded {gap, left} cut row {i}")
 
 
 @pytest.mark.parametrize(("case", "mixer"), EVERY)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hybrid_cases import EVERY, WINDOWED, cache_of, check_equal, hybrid, run, states, tokens
+from hybrid_cases import EVERY, WINDOWED, cache_of, check_equal, hybrid, row_states, run, states, tokens
 
 LENGTHS = (40, 33, 20, 5)
 
@@ -19,10 +19,6 @@ def padded(rows, width, side, fill):
         at = slice(width - len(row), None) if side == "left" else slice(0, len(row))
         ids[i, at], mask[i, at] = row, 1
     return ids, mask
-
-
-def row_states(cache, model, i):
-    return {name: x[i : i + 1] for name, x in states(cache, model).items()}
 
 
 @pytest.mark.parametrize(("case", "mixer"), EVERY)
@@ -45,9 +41,7 @@ def test_padding(case, mixer):
                 continue  # the source itself counts padding in the middle as part of its window
             turn, turn_mask = padded([more[i] for i in chosen], 9, "right", fill)
             whole = torch.cat([mask, turn_mask], 1)
-            second = run(
-                model, turn, cache_of(out), attention_mask=whole, position_ids=positions(whole)[:, width:]
-            )
+            second = run(model, turn, cache_of(out), attention_mask=whole, position_ids=positions(whole)[:, width:])
             for b, i in enumerate(chosen):
                 got = {"logits": second.logits[b, turn_mask[b].bool()], **row_states(cache_of(second), model, b)}
                 want = {"logits": after[i].logits[0], **states(cache_of(after[i]), model)}

@@ -21,9 +21,9 @@ def hybrid_config_class(source: type) -> type:
     def __post_init__(self: Any, **kwargs: Any) -> None:
         super(cls, self).__post_init__(**kwargs)
         # The Auto classes learn the model class here and not at import: importing every family's code takes seconds.
-        from hybridize.hybrid.registry import register_model
+        from hybridize.hybrid.registry import register_family
 
-        register_model(cls)
+        register_family(cls)
 
     name = f"Hybrid{source.__name__}"
     cls: Any = type(

@@ -12,6 +12,7 @@ import os
 import stat
 import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,14 +20,16 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
-from hybridize.errors import CheckpointError, ConversionError
+from hybridize.errors import CheckpointError, ConversionError, SourceError
 from hybridize.hybrid.cache import StateLayer, install_state_layers
 from hybridize.hybrid.config import hybrid_block, hybrid_config_class, plan_of
 from hybridize.hybrid.documents import attention_masks
 from hybridize.hybrid.families import check_attention, check_family
 from hybridize.hybrid.plan import LayerPlan
+from hybridize.hybrid.registry import register_model
 from hybridize.mixers import MIXERS, Mixer
 from hybridize.mixers.tokens import token_layout
+from hybridize.weights import check_weights
 
 # transformers 5.20 renamed past_key_values to cache, and takes both for a while.
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
@@ -118,11 +121,16 @@ class HybridCausalLM:
 
     @classmethod
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load strictly: a missing or unexpected tensor is an error that names it (CheckpointError)."""
+        """Load strictly: a missing, unexpected or misshapen tensor is an error that names it (CheckpointError)."""
         wants_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
+        kwargs.update(output_loading_info=True, ignore_mismatched_sizes=True)  # so that they are reported here
+        try:
+            model, info = super().from_pretrained(*args, **kwargs)  # type: ignore[misc]
+        except Exception:
+            _explain_damage(args[0] if args else None)
+            raise
         for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            if names := sorted(str(name) for name in info.get(what, ())):
+            if names := sorted(key if isinstance(key, str) else str(key[0]) for key in info.get(what, ())):
                 kind = what.split("_")[0]
                 raise CheckpointError(
                     f"The checkpoint {args[0] if args else ''} has {len(names)} {kind} tensors, the first is "
@@ -140,15 +148,27 @@ class HybridCausalLM:
                 os.chmod(entry.path, 0o666 & ~umask)
 
 
+def _explain_damage(folder: Any) -> None:
+    """CheckpointError that names the damaged or missing file of a local checkpoint, if there is one."""
+    if folder is None or not os.path.isdir(folder):
+        return
+    try:
+        check_weights(Path(folder))
+    except SourceError as damage:
+        raise CheckpointError(str(damage)) from None
+
+
 @cache
-def hybrid_class(source: type) -> Any:
+def hybrid_class(source: Any) -> Any:
     """The hybrid twin of a transformers model class with a head, e.g. LlamaForCausalLM -> HybridLlamaForCausalLM."""
-    return _twin(HybridCausalLM, source, config_class=hybrid_config_class(source.config_class))  # type: ignore[attr-defined]
+    cls = _twin(HybridCausalLM, source, config_class=hybrid_config_class(source.config_class))
+    register_model(cls)
+    return cls
 
 
 @cache
-def _body_class(source: type) -> Any:
-    return _twin(HybridBody, source, config_class=hybrid_config_class(source.config_class))  # type: ignore[attr-defined]
+def _body_class(source: Any) -> Any:
+    return _twin(HybridBody, source, config_class=hybrid_config_class(source.config_class))
 
 
 def _twin(mixin: type, source: Any, **attributes: Any) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
 from importlib import import_module
+from typing import Any
 
 from hybridize.hybrid import config
 from hybridize.hybrid.config import PREFIX
@@ -25,18 +25,22 @@ def register() -> None:
         CONFIG_MAPPING._modules[PREFIX + family] = config
 
 
-@cache
-def register_model(config_class: type) -> None:
-    """Tell AutoModelForCausalLM, AutoTokenizer and the checkpoint loader about one family's hybrid; idempotent."""
+def register_family(config_class: Any) -> None:
+    """Make the hybrid model class of a hybrid config class, which registers it."""
+    from hybridize.hybrid.model import hybrid_class
+
+    family = config_class.model_type.removeprefix(PREFIX)
+    hybrid_class(getattr(import_module("transformers"), FAMILIES[family]))
+
+
+def register_model(model_class: Any) -> None:
+    """Tell AutoModelForCausalLM, AutoTokenizer and the checkpoint loader and saver about a hybrid model class."""
     from transformers import conversion_mapping
     from transformers.models.auto import modeling_auto, tokenization_auto
 
-    from hybridize.hybrid.model import hybrid_class
-
-    model_type: str = config_class.model_type  # type: ignore[attr-defined]
+    model_type: str = model_class.config_class.model_type
     family = model_type.removeprefix(PREFIX)
-    source = getattr(import_module("transformers"), FAMILIES[family])
-    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.register(config_class, hybrid_class(source), exist_ok=True)
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.register(model_class.config_class, model_class, exist_ok=True)
     # Tokenizers are chosen by model type: a hybrid's must be its source's.
     names = tokenization_auto.TOKENIZER_MAPPING_NAMES
     if family in names:

@@ -41,6 +41,11 @@ class ShortConv(nn.Module):
         self.weight.zero_()
         self.weight[:, -1] = 1.0
 
+    # The weight is used in a forward of its own module, because offloading brings it in there.
+    def forward(self, x: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] and short_conv's options -> y [B, T, C] and the new tail [B, width - 1, C]."""
+        return short_conv(x, self.weight, **options)
+
 
 class HeadNorm(nn.Module):
     """RMS norm over each head's channels, with one weight per channel of every head: [..., H, D]."""
@@ -233,9 +238,8 @@ class StateSpaceMixer(Mixer):
         """Short convolutions on q, k, v, then rotary on q and k; also the convolutions' new tails."""
         out, tails = {}, {}
         for name in ("q", "k", "v"):
-            y, tails[f"conv_{name}"] = short_conv(
+            y, tails[f"conv_{name}"] = getattr(self, f"{name}_conv")(
                 inputs[name].flatten(-2),
-                getattr(self, f"{name}_conv").weight,
                 activation=self.settings["conv_activation"],
                 initial_state=None if state is None else state[f"conv_{name}"],
                 lengths=lengths,

@@ -14,6 +14,17 @@ NEW = 8
 SOME = [(case, "pair") for case in CASES] + [("qwen3", mixer) for mixer in MIXERS]
 
 
+def _resets() -> bool:
+    """Whether this transformers' own caches are empty after reset()."""
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), 0)
+    cache.reset()
+    return cache.get_seq_length() == 0
+
+
+RESETS = _resets()
+
+
 def repeating(length=30):
     """A prompt that prompt lookup finds drafts in."""
     return tokens(1, 6, seed=3).repeat(1, 9)[:, :length]
@@ -100,6 +111,8 @@ def test_two_turns(case, mixer):
         assert torch.equal(got, two), f"{case} {mixer} {name} second turn"
         got = generate(model, torch.cat([one, more], 1), **{CACHE: twin})
         assert torch.equal(got, two), f"{case} {mixer} {name} second turn on a copy"
+        if not RESETS:
+            continue
         cache.reset()
         assert torch.equal(generate(model, first, **{CACHE: cache}), one), f"{case} {mixer} {name} after reset"
 

@@ -37,10 +37,11 @@ print(hybridize.__file__, getattr(spec, "origin", None), is_kernels_available(),
 """
 
 
-def in_repository(code: str, *paths: Path, python: str = sys.executable) -> list[str]:
+def in_repository(code: str, *paths: Path) -> list[str]:
     """Runs code with the repository root as working directory (and first on sys.path), and more paths behind it."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    done = subprocess.run([python, "-c", code], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    behind = [*map(str, paths), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in behind if part)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

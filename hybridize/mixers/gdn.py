@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridize.kernels.gdn import chunk_gated_delta_rule, recurrent_gated_delta_rule
-from hybridize.mixers.base import StateSpaceMixer, inert
+from hybridize.mixers.base import StateSpaceMixer
 from hybridize.mixers.tokens import State
 
 
@@ -20,8 +20,8 @@ class GDNMixer(StateSpaceMixer):
         "conv_size": 4,
         "conv_activation": None,
         "rope": True,
-        "memory": (4.0, 4096.0),
-        "norm_eps": 1e-5,
+        "memory": (1.0, 64.0),
+        "norm_eps": 1e-3,
     }
 
     def __init__(self, config: Any, attention: nn.Module, layer_idx: int):
@@ -49,8 +49,8 @@ class GDNMixer(StateSpaceMixer):
             q,
             k,
             v,
-            inert(inputs["g"], lengths),
-            inert(inputs["beta"], lengths),
+            inputs["g"],
+            inputs["beta"],
             initial_state=None if state is None else state["S"],
             cu_seqlens=cu_seqlens,
         )

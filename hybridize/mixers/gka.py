@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hybridize.kernels.gka import chunk_gka, recurrent_gka
-from hybridize.mixers.base import StateSpaceMixer, inert
-from hybridize.mixers.tokens import State
+from hybridize.mixers.base import StateSpaceMixer
+from hybridize.mixers.tokens import State, inert
 
 
 class GKAMixer(StateSpaceMixer):
@@ -20,8 +20,8 @@ class GKAMixer(StateSpaceMixer):
         "conv_size": 4,
         "conv_activation": None,
         "rope": True,
-        "memory": (4.0, 4096.0),
-        "norm_eps": 1e-6,
+        "memory": (1.0, 64.0),
+        "norm_eps": 1e-3,
         "ridge": 0.02,
         "num_iters": 30,
     }
@@ -49,13 +49,12 @@ class GKAMixer(StateSpaceMixer):
         self, inputs: State, state: State | None, lengths: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, State]:
         q, k, v, new = self.convolve(inputs, state, lengths, cu_seqlens)
-        g = inert(inputs["g"], lengths)
         kernel = recurrent_gka if q.shape[1] == 1 else chunk_gka
         o, (new["H"], new["U"]) = kernel(
             q,
-            inert(k, lengths),
+            inert(k, lengths),  # beta = 0 is not enough: GKA scales by beta + 1e-6
             inert(v, lengths),
-            g,
+            inputs["g"],
             inputs["beta"],
             inputs["alpha"],
             ridge=self.settings["ridge"],

@@ -1,4 +1,4 @@
-"""Mamba-2: a state with one scalar decay per head and step (arXiv 2405.21060); C is the query, B the key, x the value."""
+"""Mamba-2: a state with one scalar decay per head and step (arXiv 2405.21060); C is the query, B the key, x a value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hybridize.kernels.common import expand_heads
 from hybridize.kernels.ssd import chunk_ssd, recurrent_ssd
-from hybridize.mixers.base import StateSpaceMixer, inert
+from hybridize.mixers.base import StateSpaceMixer
 from hybridize.mixers.tokens import State
 
 
@@ -22,8 +22,8 @@ class Mamba2Mixer(StateSpaceMixer):
         "conv_size": 4,
         "conv_activation": None,
         "rope": True,
-        "memory": (4.0, 4096.0),
-        "norm_eps": 1e-5,
+        "memory": (1.0, 64.0),
+        "norm_eps": 1e-3,
         "qk_l2norm": True,
     }
 
@@ -49,7 +49,7 @@ class Mamba2Mixer(StateSpaceMixer):
         kernel = recurrent_ssd if q.shape[1] == 1 else chunk_ssd
         o, new["h"] = kernel(
             expand_heads(v, self.heads),
-            inert(inputs["dt"], lengths),
+            inputs["dt"],
             -self.A_log.float().exp(),
             expand_heads(k, self.heads),
             q,

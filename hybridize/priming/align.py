@@ -1,0 +1,159 @@
+"""Stage align: every mixer learns its attention layer's output, with no backward pass through the model's body."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridize.errors import HybridizeError
+from hybridize.hybrid.model import mixers
+from hybridize.mixers.base import Mixer
+from hybridize.priming.walk import first, token_weights
+
+
+@dataclass(frozen=True)
+class AlignOptions:
+    """lr: peak learning rate of AdamW; warmup: share of the steps; clip: largest gradient norm of one mixer.
+
+    follow: mixers learn on the hybrid's own hidden states (and make good what earlier layers lost) instead of the
+    source's; this costs a second forward.
+    """
+
+    lr: float = 4e-3
+    warmup: float = 0.05
+    clip: float = 1.0
+    follow: bool = False
+
+
+class DivergedError(HybridizeError):
+    """The loss or a gradient is no longer a finite number."""
+
+
+class _Done(Exception):
+    """Ends the source's forward behind the last converted layer."""
+
+
+class Aligner:
+    """Holds the mixers' optimiser; `step` is one update on a batch of token ids."""
+
+    def __init__(self, source: Any, hybrid: Any, options: AlignOptions, total_steps: int):
+        self.source, self.hybrid, self.options, self.total_steps = source, hybrid, options, total_steps
+        self.mixers = mixers(hybrid)
+        self.last = max(self.mixers)
+        parameters = [p for mixer in self.mixers.values() for p in mixer.parameters()]
+        hybrid.requires_grad_(False)
+        for p in parameters:
+            p.requires_grad_(True)
+        fused = parameters[0].device.type == "cuda"
+        self.optimiser = torch.optim.AdamW(parameters, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
+        self.steps_done = 0
+
+    def learning_rate(self) -> float:
+        """Linear warmup, then a cosine to a tenth of the peak."""
+        warm = max(1, round(self.options.warmup * self.total_steps))
+        if self.steps_done < warm:
+            return self.options.lr * (self.steps_done + 1) / warm
+        share = (self.steps_done - warm) / max(1, self.total_steps - warm)
+        return self.options.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
+
+    def step(self, ids: Tensor) -> dict[int, float]:
+        """One update on ids [B, T]; returns each converted layer's relative squared error before the update."""
+        self.optimiser.zero_grad(set_to_none=True)
+        losses = self._follow(ids) if self.options.follow else self._imitate(ids)
+        names, values = list(losses), torch.stack(list(losses.values())).tolist()
+        for layer, value in zip(names, values, strict=True):
+            if not math.isfinite(value):
+                raise DivergedError(f"The alignment loss of layer {layer} became {value} at step {self.steps_done}.")
+        for layer, mixer in self.mixers.items():
+            norm = torch.nn.utils.clip_grad_norm_(mixer.parameters(), self.options.clip)
+            if self.steps_done == 0 and not torch.isfinite(norm):
+                raise DivergedError(f"The gradient of layer {layer} is not finite at the first step.")
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.learning_rate()
+        self.optimiser.step()
+        self.steps_done += 1
+        return dict(zip(names, values, strict=True))
+
+    def _imitate(self, ids: Tensor) -> dict[int, Tensor]:
+        """Mixers see the source's hidden states: one forward of the source, each mixer's backward on the way."""
+        losses: dict[int, Tensor] = {}
+        streams: dict[int, Tensor] = {}
+
+        def learn(layer: int, given: Tensor, output: Tensor, kwargs: dict[str, Any]) -> None:
+            losses[layer] = learn_from(self.mixers[layer], given, output, token_weights(streams[layer], output), kwargs)
+
+        self._run(self.source, ids, streams, learn)
+        return losses
+
+    def _follow(self, ids: Tensor) -> dict[int, Tensor]:
+        """Mixers see the hybrid's hidden states and aim where the source's residual stream stands behind attention."""
+        goals: dict[int, tuple[Tensor, Tensor]] = {}
+        losses: dict[int, Tensor] = {}
+        theirs: dict[int, Tensor] = {}
+        ours: dict[int, Tensor] = {}
+
+        def remember(layer: int, given: Tensor, output: Tensor, kwargs: dict[str, Any]) -> None:
+            goals[layer] = (theirs.pop(layer), output)
+
+        def learn(layer: int, given: Tensor, output: Tensor, kwargs: dict[str, Any]) -> None:
+            hidden, wanted = goals.pop(layer)
+            target = wanted + (hidden - ours.pop(layer))
+            losses[layer] = learn_from(self.mixers[layer], given, target, token_weights(hidden, wanted), kwargs)
+
+        self._run(self.source, ids, theirs, remember)
+        self._run(self.hybrid, ids, ours, learn)
+        return losses
+
+    def _run(
+        self,
+        model: Any,
+        ids: Tensor,
+        streams: dict[int, Tensor],
+        see: Callable[[int, Tensor, Tensor, dict[str, Any]], None],
+    ) -> None:
+        """Forward up to the last converted layer; `streams` gets what enters each one, `see` what its mixer's place gave."""
+
+        def enter(layer: int) -> Callable[..., None]:
+            def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+                streams[layer] = args[0] if args else kwargs["hidden_states"]
+
+            return hook
+
+        def leave(layer: int) -> Callable[..., None]:
+            def hook(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+                see(layer, args[0] if args else kwargs["hidden_states"], first(output), kwargs)
+                if layer == self.last:
+                    raise _Done
+
+            return hook
+
+        hooks = []
+        for i in self.mixers:
+            layer = model.base_model.layers[i]
+            hooks.append(layer.register_forward_pre_hook(enter(i), with_kwargs=True))
+            hooks.append(layer.self_attn.register_forward_hook(leave(i), with_kwargs=True))
+        try:
+            with torch.no_grad():
+                model.base_model(input_ids=ids, use_cache=False)
+        except _Done:
+            pass
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def learn_from(mixer: Mixer, given: Tensor, target: Tensor, weights: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """Backward of the weighted relative squared error of mixer(given) into the mixer's parameters; returns it."""
+    target = target.detach().float()
+    with torch.enable_grad():
+        # Not mixer(...): that would run the hook that called us.
+        output = mixer.o_proj(mixer.features(given.detach(), kwargs.get("position_embeddings")))
+        error = ((output.float() - target).square() * weights).sum()
+        loss = error / (target.square() * weights).sum().clamp(min=1e-12)
+        loss.backward()
+    return loss.detach()

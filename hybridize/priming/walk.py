@@ -1,0 +1,91 @@
+"""Walks a model layer by layer over a fixed set of batches, holding one hidden state per token and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Stop(Exception):
+    """Ends a forward early, from a hook."""
+
+
+def first(output: Any) -> Tensor:
+    """The hidden states in what a decoder layer or an attention module returned."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+@torch.no_grad()
+def capture_layer_inputs(body: Any, batches: list[Tensor]) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    """Hidden states that enter layer 0, one [B, T, hidden] per batch of ids, and every layer's keyword arguments.
+
+    The arguments (masks, positions) are taken from the first batch: all batches have one shape and no padding.
+    """
+    streams: list[Tensor] = []
+    arguments: list[dict[str, Any]] = []
+
+    def keep_arguments(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        arguments.append(kwargs)
+
+    def keep_stream(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        streams.append(args[0] if args else kwargs["hidden_states"])
+        raise _Stop
+
+    hooks = [layer.register_forward_pre_hook(keep_arguments, with_kwargs=True) for layer in body.layers]
+    try:
+        body(input_ids=batches[0], use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    hook = body.layers[0].register_forward_pre_hook(keep_stream, with_kwargs=True)
+    try:
+        for ids in batches:
+            try:
+                body(input_ids=ids, use_cache=False)
+            except _Stop:
+                pass
+    finally:
+        hook.remove()
+    return streams, arguments
+
+
+@torch.no_grad()
+def run_layer(layer: Any, hidden: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """One decoder layer: its output, and the output of its attention module, both [B, T, hidden]."""
+    seen: list[Tensor] = []
+    hook = layer.self_attn.register_forward_hook(lambda module, args, output: seen.append(first(output)))
+    try:
+        out = first(layer(hidden, **arguments))
+    finally:
+        hook.remove()
+    return out, seen[0]
+
+
+@torch.no_grad()
+def attention_input(layer: Any, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
+    """What the layer's attention module would be given (the normed hidden states), [B, T, hidden]."""
+    seen: list[Tensor] = []
+
+    def stop(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        seen.append(args[0] if args else kwargs["hidden_states"])
+        raise _Stop
+
+    hook = layer.self_attn.register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        layer(hidden, **arguments)
+    except _Stop:
+        pass
+    finally:
+        hook.remove()
+    return seen[0]
+
+
+def token_weights(hidden: Tensor, output: Tensor) -> Tensor:
+    """How much an error at each token matters, fp32 [B, T, 1]: one over the mean square of the residual stream there.
+
+    The next modules see the stream through an RMS norm, so an error counts relative to the stream's own size. Some
+    tokens, the first above all, carry activations thousands of times larger than the rest and would rule any plain sum.
+    """
+    return 1.0 / (hidden + output).float().square().mean(-1, keepdim=True).clamp(min=1e-12)

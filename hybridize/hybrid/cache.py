@@ -118,7 +118,7 @@ class StateLayer(CacheLayerMixin):
                 self._checkpoint, self._record = self._state, []
 
     @property
-    def is_croppable(self) -> bool:
+    def is_croppable(self) -> bool:  # type: ignore[override]
         return self.record_past
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -226,7 +226,7 @@ def install_state_layers(cache: Cache, converted: list[int], num_layers: int) ->
         raise HybridizeError("This cache was filled by another model: start this hybrid with an empty cache.")
     while len(cache.layers) < num_layers:
         cache.layers.append((cache.layer_class_to_replicate or DynamicLayer)())
-    kept = [layer for i, layer in enumerate(cache.layers) if i not in set(converted)]
+    kept: list[Any] = [layer for i, layer in enumerate(cache.layers) if i not in set(converted)]
     anchor = min(kept, key=lambda layer: bool(layer.is_sliding), default=None)
     for i in converted:
         cache.layers[i] = StateLayer(anchor)

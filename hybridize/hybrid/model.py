@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
 from hybridize.errors import CheckpointError, ConversionError, SourceError
-from hybridize.hybrid.cache import StateLayer, install_state_layers
+from hybridize.hybrid.cache import install_state_layers
 from hybridize.hybrid.config import hybrid_block, hybrid_config_class, plan_of
 from hybridize.hybrid.documents import attention_masks
 from hybridize.hybrid.families import check_attention, check_family
@@ -66,7 +65,7 @@ class HybridBody:
             past = cache.get_seq_length()
         if not plan.layers:
             return
-        full_mask = kwargs.get("attention_mask")
+        full_mask: Any = kwargs.get("attention_mask")
         mask = _token_mask(full_mask, length)
         positions = kwargs.get("position_ids")
         positions = None if positions is None else positions.expand(batch, -1)
@@ -102,7 +101,7 @@ class HybridCausalLM:
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         plan_of(config)  # a wrong pattern is reported before the model is built
-        super().__init__(config, *args, **kwargs)  # type: ignore[misc]
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         install_mixers(self)
 
     def _prepare_cache_for_generation(
@@ -192,7 +191,8 @@ def __getattr__(name: str) -> Any:
 def install_mixers(model: Any) -> None:
     """Put a mixer in place of every converted layer's attention module; the mixer takes over the projections."""
     body = model.base_model
-    body.__class__ = _body_class(type(body))
+    body_class: Any = type(body)
+    body.__class__ = _body_class(body_class)
     for i, kind in enumerate(plan_of(model.config).kinds):
         if kind is None:
             continue
@@ -219,12 +219,13 @@ def convert(model: PreTrainedModel, plan: LayerPlan, *, share: bool = False, **m
     share=True lets the hybrid use the source's tensors in every layer that stays as it is (half the memory; then train
     only the mixers). Raises PlanError, SourceError or ConversionError.
     """
-    check_family(model.config)
+    check_family(model)
     if getattr(model, "hf_quantizer", None) is not None:
         raise ConversionError("The model is quantised: load it in bf16 or fp32 to convert it.")
     plan.check_length(model.config.num_hidden_layers)
+    body: Any = model.base_model
     for i in plan.layers:
-        check_attention(model.base_model.layers[i].self_attn, i)
+        check_attention(body.layers[i].self_attn, i)
     source = {"name": model.name_or_path, "model_type": model.config.model_type}
     block = hybrid_block(plan, mixer_settings, source)
     memo: dict[int, Any] = {}
@@ -232,15 +233,17 @@ def convert(model: PreTrainedModel, plan: LayerPlan, *, share: bool = False, **m
         own = tuple(f"{model.base_model_prefix}.layers.{i}.self_attn." for i in plan.layers)
         tensors = [*model.named_parameters(), *model.named_buffers()]
         memo = {id(x): x for name, x in tensors if not (own and name.startswith(own))}
+    model_class: Any = type(model)
+    config_class: Any = type(model.config)
     hybrid: Any = copy.deepcopy(model, memo)
     # The modules all hold the one config object: changing its class in place changes it for all of them.
-    hybrid.config.__class__ = hybrid_config_class(type(model.config))
+    hybrid.config.__class__ = hybrid_config_class(config_class)
     hybrid.config.hybrid = block
-    hybrid.__class__ = hybrid_class(type(model))
+    hybrid.__class__ = hybrid_class(model_class)
     hybrid.config.architectures = [type(hybrid).__name__]
     hybrid._keep_in_fp32_modules_strict = set(hybrid._keep_in_fp32_modules_strict or ()) | FP32_NAMES
     install_mixers(hybrid)
     return hybrid
 
 
-__all__ = ["CACHE", "StateLayer", "convert", "hybrid_class", "install_mixers", "mixers", "nn"]
+__all__ = ["CACHE", "convert", "hybrid_class", "install_mixers", "mixers"]

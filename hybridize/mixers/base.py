@@ -77,6 +77,14 @@ class Mixer(nn.Module):
     kind: ClassVar[str]
     defaults: ClassVar[dict[str, Any]]
     fp32_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
+    # The source's modules; a family has qkv_proj or the three, and q/k norms or not.
+    qkv_proj: nn.Module
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    o_proj: nn.Module
+    q_norm: nn.Module
+    k_norm: nn.Module
 
     def __init__(self, config: Any, attention: nn.Module, layer_idx: int):
         super().__init__()
@@ -105,7 +113,7 @@ class Mixer(nn.Module):
     def mix(
         self, inputs: State, state: State | None, lengths: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, State]:
-        """Inputs -> read-outs [B, T, H, D] and the new state; real tokens stand at the front of each row."""
+        """Inputs -> read-outs [B, T, H, D] and the new state; behind each row's `lengths` tokens, inputs are 0."""
         raise NotImplementedError
 
     def gates(self, hidden_states: Tensor) -> State:
@@ -173,7 +181,7 @@ class Mixer(nn.Module):
     ) -> tuple[Tensor, None]:
         """The attention's interface: [B, T, hidden] -> ([B, T, hidden], None). Padding comes by `token_layout`."""
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
-        slot = None if cache is None else cache.layers[self.layer_idx]
+        slot: Any = None if cache is None else cache.layers[self.layer_idx]
         features = self.features(hidden_states, position_embeddings, token_layout, slot)
         if getattr(cache, "offloading", False):
             slot.offload()
@@ -257,11 +265,3 @@ class StateSpaceMixer(Mixer):
         tail = self.settings["conv_size"] - 1
         widths = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads}
         return {f"conv_{n}": ((tail, w * self.head_dim), None) for n, w in widths.items()}
-
-
-def inert(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """x [B, T, ...] with zeros behind each row's `lengths` real tokens."""
-    if lengths is None:
-        return x
-    behind = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
-    return x.masked_fill(behind.view(*behind.shape, *[1] * (x.dim() - 2)), 0)  # even where x is not finite

@@ -10,6 +10,14 @@ from torch import Tensor
 State = dict[str, Tensor]  # one converted layer's memory: named tensors, batch first
 
 
+def inert(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """x [B, T, ...] with zeros behind each row's `lengths` real tokens, even where x is not finite."""
+    if lengths is None:
+        return x
+    behind = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
+    return x.masked_fill(behind.view(*behind.shape, *[1] * (x.dim() - 2)), 0)
+
+
 @dataclass(frozen=True)
 class PaddedRows:
     """Rows with padding somewhere: real tokens are moved to the front, so that all padding is padding at the end.
@@ -40,7 +48,8 @@ class PaddedRows:
 
     def pack(self, x: Tensor) -> Tensor:
         index = self.order.view(*self.order.shape, *[1] * (x.dim() - 2))
-        return x.expand(self.order.shape[0], *x.shape[1:]).gather(1, index.expand(-1, -1, *x.shape[2:]))
+        moved = x.expand(self.order.shape[0], *x.shape[1:]).gather(1, index.expand(-1, -1, *x.shape[2:]))
+        return inert(moved, self.lengths)  # a gate of 0 keeps the state as it is
 
     def unpack(self, y: Tensor) -> Tensor:
         index = self.order.view(*self.order.shape, *[1] * (y.dim() - 2)).expand_as(y)

@@ -1,18 +1,16 @@
 """Run in a fresh process by test_checkpoint: load every folder of argv[2:], write what was found to argv[1]."""
 
 import sys
+from importlib import import_module
 
 import torch
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if "--hybridize-first" in sys.argv:
-        import hybridize  # noqa: F401
-        from transformers import AutoConfig, AutoModelForCausalLM
-    else:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        import hybridize  # noqa: F401
+    order = ["hybridize", "transformers"]
+    for name in order if "--hybridize-first" in sys.argv else reversed(order):
+        getattr(import_module(name), "AutoConfig", None)  # transformers loads its Auto classes when one is touched
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     found = {}
     out, *folders = [a for a in sys.argv[1:] if not a.startswith("--")]

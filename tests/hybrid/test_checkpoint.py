@@ -84,7 +84,7 @@ def test_fresh_process(folders, tmp_path):
 
 @pytest.mark.parametrize("case", CASES)
 def test_names_on_disk_are_the_sources(case, folders, tmp_path):
-    folder, model = folders[case]
+    folder, _ = folders[case]
     plain = source(case, 5)
     plain.save_pretrained(tmp_path)
     mine, its = on_disk(folder), on_disk(tmp_path)

@@ -116,7 +116,7 @@ class Aligner:
         streams: dict[int, Tensor],
         see: Callable[[int, Tensor, Tensor, dict[str, Any]], None],
     ) -> None:
-        """Forward up to the last converted layer; `streams` gets what enters each one, `see` what its mixer's place gave."""
+        """Forward up to the last converted layer; `streams` gets what enters each, `see` what its attention gave."""
 
         def enter(layer: int) -> Callable[..., None]:
             def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> None:

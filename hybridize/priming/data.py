@@ -21,7 +21,7 @@ TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py", ".jsonl"}
 
 @dataclass(frozen=True)
 class TextSplit:
-    """Rows of token ids, int64 [N, context]: to train on and to measure on; fingerprint: of what they were made from."""
+    """Rows of token ids, int64 [N, context], to train on and to measure on, and a fingerprint of both."""
 
     train: Tensor
     held_out: Tensor
@@ -31,7 +31,9 @@ class TextSplit:
 def read_documents(path: Path) -> Iterator[Document]:
     """Documents of a text file, of a JSONL file with a "text" field, or of every such file in a folder, sorted."""
     if not path.exists():
-        raise DataError(f"There is no file or folder {path}; give --data a text file, a JSONL file, or a folder of them.")
+        raise DataError(
+            f"There is no file or folder {path}; give --data a text file, a JSONL file, or a folder of them."
+        )
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES)
     if not files:
         raise DataError(f"Folder {path} holds no text files ({', '.join(sorted(TEXT_SUFFIXES))}).")
@@ -51,7 +53,7 @@ def read_documents(path: Path) -> Iterator[Document]:
 
 
 def hold_out(documents: Iterable[Document], share: int = 20) -> tuple[list[Document], list[Document]]:
-    """Split into (train, held out): one document in `share` by its name's hash; a single document gives its last part."""
+    """Split into (train, held out): one document in `share`, by its name's hash; a lone one gives its last part."""
     train: list[Document] = []
     held: list[Document] = []
     for name, text in documents:
@@ -90,7 +92,9 @@ def token_rows(documents: Iterable[Document], tokenizer: Any, context: int, limi
     for start in range(0, max((len(s) for s in streams), default=0), step):
         rounds += [s[start : start + step] for s in streams if len(s) > start]
     if not rounds:
-        raise DataError(f"No document is as long as one row of {context} tokens; give longer text or a smaller --context.")
+        raise DataError(
+            f"No document is as long as one row of {context} tokens; give longer text or a smaller --context."
+        )
     return torch.from_numpy(np.concatenate(rounds)[: max(1, limit // context)])
 
 

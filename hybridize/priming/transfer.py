@@ -23,8 +23,8 @@ from hybridize.priming.walk import attention_input, capture_layer_inputs, run_la
 class StartOptions:
     """How a mixer starts.
 
-    gate: 'one' (the gate lets everything pass) or 'blend' (the reference's 0.5 * (W_O^T + repeated W_V)).
-    conv: 'identity' or 'random' (normal, 0.02). calibrate: fit the scale. solve: least squares for o_proj with
+    gate: 'one' (the gate lets everything pass, as `convert` set it) or 'blend' (the reference's 0.5 * (W_O^T + repeated
+    W_V)). conv: 'identity' (as `convert` set it) or 'random' (normal, 0.02, as in the reference). calibrate: fit the scale. solve: least squares for o_proj with
     `ridge` towards the copied weights. follow: fit each layer on what the hybrid's earlier layers give it, and let it
     make good what they lost, instead of on the source's own hidden states.
     """
@@ -70,11 +70,12 @@ class LeastSquares:
 
 @torch.no_grad()
 def set_start(mixer: Mixer, options: StartOptions) -> None:
-    """Set the gate and the convolutions as the options say (`convert` has set them to 'one' and 'identity')."""
+    """Set the gate and the convolutions where the options ask for something else than `convert` has set."""
     if not isinstance(mixer, StateSpaceMixer):
         return
     if options.gate == "blend":
-        out = mixer.o_proj.weight.T
+        projection: Any = mixer.o_proj
+        out = projection.weight.T
         _, _, value = _projection_weights(mixer)
         groups = mixer.heads // mixer.kv_heads
         value = value.unflatten(0, (mixer.kv_heads, -1)).repeat_interleave(groups, dim=0).flatten(0, 1)
@@ -86,10 +87,11 @@ def set_start(mixer: Mixer, options: StartOptions) -> None:
 
 
 def _projection_weights(mixer: Mixer) -> tuple[Tensor, Tensor, Tensor]:
+    own: Any = mixer
     if hasattr(mixer, "qkv_proj"):
         q, kv = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
-        return mixer.qkv_proj.weight.split([q, kv, kv])
-    return mixer.q_proj.weight, mixer.k_proj.weight, mixer.v_proj.weight
+        return own.qkv_proj.weight.split([q, kv, kv])
+    return own.q_proj.weight, own.k_proj.weight, own.v_proj.weight
 
 
 @torch.no_grad()
@@ -147,7 +149,7 @@ class _Pairs:
 
 
 def _fit(mixer: Mixer, pairs: _Pairs, options: StartOptions) -> float:
-    projection = mixer.o_proj
+    projection: Any = mixer.o_proj
     squares = LeastSquares(projection.in_features, projection.out_features, projection.weight.device)
     bias = 0.0 if projection.bias is None else projection.bias
     for features, target, weights in pairs:

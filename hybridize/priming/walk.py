@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -42,10 +43,8 @@ def capture_layer_inputs(body: Any, batches: list[Tensor]) -> tuple[list[Tensor]
     hook = body.layers[0].register_forward_pre_hook(keep_stream, with_kwargs=True)
     try:
         for ids in batches:
-            try:
+            with suppress(_Stop):
                 body(input_ids=ids, use_cache=False)
-            except _Stop:
-                pass
     finally:
         hook.remove()
     return streams, arguments

@@ -1,0 +1,105 @@
+"""`hybridize prime`: convert a model's layers, align them, and write a hybrid."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hybridize.commands import options
+
+
+def _numbers(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no list of layers such as 1,3,5.") from None
+
+
+def command(
+    model: options.Model = None,
+    ratio: Annotated[float | None, typer.Option("--ratio", help="Share of layers to convert, above 0 to 1.")] = None,
+    layers: Annotated[str | None, typer.Option("--layers", help="Layers to convert, from 0: 1,3,5.")] = None,
+    pattern: Annotated[
+        str | None, typer.Option("--pattern", help="All layers, such as '*-GKA-*-GDN': *, GKA, GDN, M2, SWA.")
+    ] = None,
+    layer: Annotated[str, typer.Option("--layer", help="What a layer becomes: gka, gdn, mamba2 or swa.")] = "gka",
+    stages: Annotated[str, typer.Option("--stages", help="Which stages to run: init, align.")] = "init,align",
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to align on.")] = 1_000_000,
+    data: Annotated[
+        str, typer.Option("--data", help="A text file, a JSONL file, a folder of them, or builtin.")
+    ] = "builtin",
+    context: Annotated[int, typer.Option("--context", min=2, help="Tokens per row of text.")] = 1024,
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", min=1, help="Rows per step. Default: 8192 tokens, on a CPU 2048.")
+    ] = None,
+    init_tokens: Annotated[int | None, typer.Option("--init-tokens", min=1, help="Tokens that init solves on.")] = None,
+    held_out_tokens: Annotated[int, typer.Option("--held-out-tokens", min=1, help="Tokens to measure on.")] = 32_768,
+    lr: Annotated[float, typer.Option("--lr", min=0.0, help="Peak learning rate of align.")] = 4e-3,
+    gate: Annotated[str, typer.Option("--gate", help="How output gates start: one, or the reference's blend.")] = "one",
+    solve: Annotated[bool, typer.Option("--solve/--no-solve", help="Solve output projections in init.")] = True,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A mixer setting, such as num_iters=10.")
+    ] = None,
+    revision: options.Revision = None,
+    output: options.Output = None,
+    resume: options.Resume = False,
+    dry_run: options.DryRun = False,
+    device: options.Device = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Number format of the written hybrid. Default: the source's.")
+    ] = None,
+    seed: options.Seed = 0,
+    workspace: options.Workspace = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Turn a model into a hybrid: copy its weights, fit the new layers (init), and align them with the old (align).
+
+    Without MODEL the built-in one is used. Training is in float32; an interrupted run continues with --resume.
+
+    \b
+    Examples:
+      hybridize prime Qwen/Qwen3-0.6B --ratio 0.5 --layer gka --tokens 5000000 --data texts/
+      hybridize prime ./model --layers 1,3,5 --layer gdn --stages init --output ./hybrid
+      hybridize prime ./model --ratio 0.25 --dry-run
+    """
+    from hybridize.console import Console
+    from hybridize.priming.report import read_setting, show_dry_run, show_report
+    from hybridize.priming.run import prime
+    from hybridize.priming.transfer import StartOptions
+
+    console = Console(json=json, quiet=quiet)
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        raise typer.BadParameter(f"--dtype {dtype!r} is none of float32, bfloat16, float16.")
+    if gate not in ("one", "blend"):
+        raise typer.BadParameter(f"--gate {gate!r} is neither one nor blend.")
+    settings: dict[str, Any] = dict(read_setting(text) for text in set_ or [])
+    report = prime(
+        model,
+        ratio=ratio,
+        layers=_numbers(layers),
+        pattern=pattern,
+        layer=layer,
+        stages=[stage.strip() for stage in stages.split(",")],
+        tokens=tokens,
+        data=data if data == "builtin" else Path(data),
+        output=output,
+        resume=resume,
+        dry_run=dry_run,
+        context=context,
+        batch_size=batch_size,
+        init_tokens=init_tokens,
+        held_out_tokens=held_out_tokens,
+        lr=lr,
+        start=StartOptions(gate=gate, solve=solve),
+        seed=seed,
+        device=device,
+        dtype=dtype,
+        workspace=workspace,
+        console=console,
+        revision=revision,
+        **settings,
+    )
+    console.result(report, lambda: (show_dry_run if dry_run else show_report)(console, report))

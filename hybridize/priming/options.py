@@ -1,0 +1,192 @@
+"""What decides a prime run: checked, completed with defaults, and kept so that a resumed run is the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridize.builtin import open_builtin
+from hybridize.console import Console
+from hybridize.errors import CheckpointError, UsageError
+from hybridize.hybrid.plan import LayerPlan, check_kind
+from hybridize.priming.align import AlignOptions
+from hybridize.priming.transfer import StartOptions
+from hybridize.sources import Source, open_source
+from hybridize.workspace import Workspace
+
+STAGES = ("init", "align")
+BUILTIN = "builtin"
+RUN_FILE = "run.json"
+
+
+@dataclass(frozen=True)
+class PrimeOptions:
+    """Everything that decides a run's result; kept in its run.json, so that a resumed run is the same run."""
+
+    model: str
+    pattern: str
+    spaced: bool
+    stages: tuple[str, ...]
+    tokens: int
+    init_tokens: int
+    held_out_tokens: int
+    context: int
+    batch_size: int
+    data: str
+    seed: int
+    output: str
+    dtype: str | None
+    start: StartOptions = field(default_factory=StartOptions)
+    align: AlignOptions = field(default_factory=AlignOptions)
+    settings: dict[str, Any] = field(default_factory=dict)
+    revision: str | None = None
+
+    @staticmethod
+    def read(path: Path) -> PrimeOptions:
+        """Options from a run.json; CheckpointError when the file is damaged."""
+        try:
+            raw = json.loads(path.read_text("utf-8"))["options"]
+            raw["start"], raw["align"] = StartOptions(**raw["start"]), AlignOptions(**raw["align"])
+            raw["stages"] = tuple(raw["stages"])
+            return PrimeOptions(**raw)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} cannot be read ({error}); start the run again without --resume.") from None
+
+
+def open_model(model: str | os.PathLike[str] | None, revision: str | None, console: Console) -> Source:
+    """The source model that a name stands for; without one, the built-in model."""
+    if model is None or model == BUILTIN:
+        return open_builtin(console.note)
+    return open_source(model, revision)
+
+
+def choose_layers(
+    count: int, ratio: float | None, layers: Sequence[int] | None, pattern: str | None, layer: str
+) -> tuple[LayerPlan, bool]:
+    """The plan, and whether its layers are evenly spaced for want of anything better."""
+    given = [name for name, value in (("ratio", ratio), ("layers", layers), ("pattern", pattern)) if value is not None]
+    if len(given) > 1:
+        raise UsageError(f"--{given[0]} and --{given[1]} both say which layers to convert; give one of them.")
+    check_kind(layer)
+    if pattern is not None:
+        plan = LayerPlan.from_pattern(pattern)
+        plan.check_length(count)
+    elif layers is not None:
+        plan = LayerPlan.from_layers(count, layers, layer)
+    else:
+        return LayerPlan.evenly_spaced(count, 0.5 if ratio is None else ratio, layer), True
+    if not plan.layers:
+        raise UsageError("The plan converts no layer; name at least one.")
+    return plan, False
+
+
+def make_options(
+    source: Source,
+    plan: LayerPlan,
+    spaced: bool,
+    stages: Sequence[str],
+    tokens: int,
+    data: str | os.PathLike[str],
+    context: int,
+    batch_size: int | None,
+    init_tokens: int | None,
+    held_out_tokens: int,
+    seed: int,
+    dtype: str | None,
+    device: torch.device,
+) -> PrimeOptions:
+    if unknown := [stage for stage in stages if stage not in STAGES]:
+        raise UsageError(f"There is no stage {unknown[0]!r}; the stages are {', '.join(STAGES)}.")
+    for name, value in (("tokens", tokens), ("context", context), ("held-out-tokens", held_out_tokens)):
+        if value < 1:
+            raise UsageError(f"--{name} is {value}; it must be at least 1.")
+    longest = getattr(source.config, "max_position_embeddings", None)
+    if longest and context > longest:
+        raise UsageError(f"--context {context} is more than the {longest} positions that the model was made for.")
+    config = source.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if init_tokens is None:
+        # Eight tokens for every unknown of a row of the projection, and never so few that they are one kind of text.
+        init_tokens = max(16_384, 8 * head_dim * config.num_attention_heads)
+    if batch_size is None:
+        batch_size = max(1, (2048 if device.type == "cpu" else 8192) // context)
+    if "align" in stages and tokens < batch_size * context:
+        raise UsageError(f"--tokens {tokens} is less than one step of {batch_size} rows of {context} tokens.")
+    return PrimeOptions(
+        model=BUILTIN
+        if source.name.startswith("HuggingFaceTB/SmolLM2-135M-Instruct (")
+        else str(source.repository or source.name),
+        pattern=str(plan),
+        spaced=spaced,
+        stages=tuple(stages),
+        tokens=tokens,
+        init_tokens=max(init_tokens, context),
+        held_out_tokens=held_out_tokens,
+        context=context,
+        batch_size=batch_size,
+        data=os.fspath(data),
+        seed=seed,
+        output="",
+        dtype=dtype,
+    )
+
+
+def with_changes(options: PrimeOptions, **changes: Any) -> PrimeOptions:
+    return PrimeOptions(**{**{f.name: getattr(options, f.name) for f in fields(options)}, **changes})
+
+
+def last_run(place: Workspace, model: str | os.PathLike[str] | None) -> tuple[Path, PrimeOptions]:
+    entry = place.last("prime-run")
+    if entry is None:
+        raise CheckpointError(f"There is no run in {place.folder} to resume; start one without --resume.")
+    folder = Path(entry["value"])
+    options = PrimeOptions.read(folder / RUN_FILE)
+    if model is not None and os.fspath(model) != options.model:
+        raise UsageError(
+            f"The last run in {place.folder} is of {options.model}, not of {model}; leave MODEL out to resume it."
+        )
+    if Path(options.output).exists():
+        raise UsageError(f"The last run is finished: its hybrid is in {options.output}.")
+    return folder, options
+
+
+def output_dtype(source: Source, name: str | None) -> torch.dtype:
+    if name is not None:
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    own = getattr(source.config, "dtype", None)
+    own = getattr(torch, own, None) if isinstance(own, str) else own
+    if isinstance(own, torch.dtype) and not source.gguf:
+        return own
+    return torch.bfloat16  # a dequantised GGUF holds no more than that
+
+
+def describe(options: PrimeOptions, source: Source) -> dict[str, Any]:
+    plan = LayerPlan.from_pattern(options.pattern)
+    return {
+        "source": source.name,
+        "pattern": options.pattern,
+        "converted": plan.layers,
+        "evenly_spaced": options.spaced,
+        "stages": list(options.stages),
+        "data": options.data,
+        "tokens": options.tokens,
+        "init_tokens": options.init_tokens,
+        "context": options.context,
+        "batch_size": options.batch_size,
+        "seed": options.seed,
+        "start": asdict(options.start),
+        "align": asdict(options.align),
+        "mixer_settings": options.settings,
+    }
+
+
+def short_name(plan: LayerPlan) -> str:
+    kinds = sorted({kind for kind in plan.kinds if kind})
+    return f"{'-'.join(kinds)}-{round(100 * len(plan.layers) / len(plan.kinds))}"

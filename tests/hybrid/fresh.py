@@ -18,7 +18,7 @@ if __name__ == "__main__":
         model = AutoModelForCausalLM.from_pretrained(folder)
         with torch.no_grad():
             logits = model(torch.arange(1, 41)[None]).logits
-        half = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        half = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16) if "moe" in folder else model
         found[folder] = {
             "tensors": {**dict(model.named_parameters()), **dict(model.named_buffers())},
             "logits": logits,

@@ -100,3 +100,15 @@ def test_packed_eager(case):
 @pytest.mark.parametrize("pattern", ["GKA-M2-*", "*-*-M2", "*-M2-*", "GKA-GDN-M2"])
 def test_packed_whatever_comes_first(pattern):
     check_packed(make("qwen2", pattern, GKA if "GKA" in pattern else None), f"qwen2 {pattern}")
+
+
+@pytest.mark.parametrize("mixer", ["mixed", "gdn"])
+def test_positions_that_leap_ahead_are_one_document(mixer):
+    model = hybrid("llama", mixer)
+    ids, place = tokens(2, 40), torch.cat([torch.arange(20), 25 + torch.arange(20)])[None]
+    want = run(model, ids, position_ids=place).logits
+    changed = ids.clone()
+    changed[:, 3] = changed[:, 3] % 63 + 1
+    assert (run(model, changed, position_ids=place).logits - want)[:, 20:].abs().max() > 1e-3
+    for more in ({"use_cache": False}, {"attention_mask": torch.ones_like(ids)}):
+        check_equal({"logits": run(model, ids, position_ids=place, **more).logits}, {"logits": want}, f"{mixer} {more}")

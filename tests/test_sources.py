@@ -207,7 +207,7 @@ def write_gguf(path: Path) -> torch.Tensor:
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     width, inner, kind = 32, 64, GGMLQuantizationType.Q8_0
-    tokens = ["<unk>", *bytes_to_unicode().values(), "ab"]
+    tokens = ["<unk>", *bytes_to_unicode().values(), "ab", "cd"]
     writer = GGUFWriter(path, "llama")
     writer.add_block_count(1)
     writer.add_context_length(128)
@@ -220,7 +220,7 @@ def write_gguf(path: Path) -> torch.Tensor:
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "c d"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
     random = numpy.random.default_rng(0)

@@ -13,7 +13,7 @@ BASE = {"errors", "devices", "weights"}
 ALLOWED: dict[str, set[str]] = {
     "kernels": set(),
     "mixers": {"kernels", "errors"},
-    "hybrid": {"mixers", "kernels", *BASE},
+    "hybrid": {"mixers", "kernels", "sources", *BASE},
     "tasks": {"hybrid", "mixers", "kernels", "builtin", *BASE},
     "priming": {"tasks", "hybrid", "mixers", "kernels", "sources", "builtin", "console", "workspace", *BASE},
     "commands": {"priming", "tasks", "hybrid", "sources", "builtin", "console", "workspace", *BASE},

@@ -25,7 +25,7 @@ def _device(value: str | None) -> str | None:
 
 Model = Annotated[
     str | None,
-    typer.Argument(metavar="[MODEL]", help="A model folder, a GGUF file, or a repository on the Hugging Face Hub."),
+    typer.Argument(metavar="MODEL", help="A model folder, a GGUF file, or a repository on the Hugging Face Hub."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Leave out progress and notes.")]

@@ -9,9 +9,10 @@ from hybridize.commands import options
 
 def command(
     layer: Annotated[str, typer.Option("--layer", help="What a layer becomes: gka, gdn, mamba2 or swa.")] = "gdn",
-    tokens: Annotated[int, typer.Option("--tokens", min=512, help="Tokens to align on.")] = 16_384,
+    tokens: Annotated[int, typer.Option("--tokens", min=512, help="Tokens to align on.")] = 12_288,
     output: options.Output = None,
     device: options.Device = None,
+    dtype: options.Dtype = None,
     seed: options.Seed = 0,
     workspace: options.Workspace = None,
     json: options.Json = False,
@@ -32,7 +33,14 @@ def command(
 
     console = Console(json=json, quiet=quiet)
     report = quickstart(
-        layer=layer, tokens=tokens, output=output, device=device, seed=seed, workspace=workspace, console=console
+        layer=layer,
+        tokens=tokens,
+        output=output,
+        device=device,
+        dtype=dtype,
+        seed=seed,
+        workspace=workspace,
+        console=console,
     )
 
     def human() -> None:

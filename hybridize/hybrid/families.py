@@ -24,19 +24,24 @@ FAMILIES = {
 SEPARATE, FUSED, NORMS = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"}, {"q_norm", "k_norm"}
 
 
-def check_family(model: Any) -> None:
-    """SourceError unless this is a causal language model of a family that can be converted."""
-    config = model.config
+def check_config(config: Any) -> None:
+    """SourceError unless models of this config belong to a family that can be converted."""
     if config.model_type.startswith("hybridize_"):
         raise SourceError(f"This model is already a hybrid ({config.model_type}); give the model it was made from.")
     if config.model_type not in FAMILIES:
         raise SourceError(
             f"Models of type {config.model_type!r} cannot be converted; known are {', '.join(sorted(FAMILIES))}."
         )
-    if all(kind.__name__ != FAMILIES[config.model_type] for kind in type(model).__mro__):
+
+
+def check_family(model: Any) -> None:
+    """SourceError unless this is a causal language model of a family that can be converted."""
+    check_config(model.config)
+    wanted = FAMILIES[model.config.model_type]
+    if all(kind.__name__ != wanted for kind in type(model).__mro__):
         raise SourceError(
-            f"A {type(model).__name__} cannot be converted: load the model as a {FAMILIES[config.model_type]}, for "
-            "example with AutoModelForCausalLM."
+            f"A {type(model).__name__} cannot be converted: load the model as a {wanted}, for example with "
+            "AutoModelForCausalLM."
         )
 
 

@@ -22,7 +22,7 @@ from hybridize.builtin import builtin_text
 from hybridize.console import Console
 from hybridize.devices import pick_device
 from hybridize.errors import CheckpointError, Interrupted
-from hybridize.hybrid.families import check_family
+from hybridize.hybrid.families import check_config
 from hybridize.hybrid.model import convert, mixers
 from hybridize.hybrid.plan import LayerPlan
 from hybridize.priming.accounting import Accounting, account
@@ -104,7 +104,7 @@ def prime(
         plan = LayerPlan.from_pattern(options.pattern)
     else:
         source = open_model(model, revision, console)
-        check_family(source.config)
+        check_config(source.config)
         plan, spaced = choose_layers(source.config.num_hidden_layers, ratio, layers, pattern, layer)
         options = make_options(
             source,
@@ -199,7 +199,7 @@ class _Run:
         if steps:
             self._align(aligner, hybrid, rows, losses, steps)
             if "init" in options.stages and options.start.solve:
-                # The mixers have moved on: solve their output projections again, now to make good what earlier layers lost.
+                # The mixers have moved on: solve their output projections again, to make good what earlier layers lost.
                 again = StartOptions(calibrate=False, ridge=options.start.ridge, follow=True)
                 self._fit(teacher, hybrid, rows.train, again, "Refit")
             losses["align"] = self._measure(hybrid, rows.held_out, "Held-out loss after align")

@@ -24,9 +24,10 @@ class StartOptions:
     """How a mixer starts.
 
     gate: 'one' (the gate lets everything pass, as `convert` set it) or 'blend' (the reference's 0.5 * (W_O^T + repeated
-    W_V)). conv: 'identity' (as `convert` set it) or 'random' (normal, 0.02, as in the reference). calibrate: fit the scale. solve: least squares for o_proj with
-    `ridge` towards the copied weights. follow: fit each layer on what the hybrid's earlier layers give it, and let it
-    make good what they lost, instead of on the source's own hidden states.
+    W_V)). conv: 'identity' (as `convert` set it) or 'random' (normal, 0.02, as in the reference). calibrate: fit the
+    scale of the read-out. solve: least squares for o_proj, with `ridge` towards the copied weights. follow: fit each
+    layer on what the hybrid's earlier layers give it, and let it make good what they lost, instead of on the source's
+    own hidden states.
     """
 
     gate: str = "one"
@@ -62,7 +63,7 @@ class LeastSquares:
         return max(explained.item() / max(energy.item(), 1e-30), 1e-3)
 
     def solve(self, prior: Tensor, ridge: float) -> Tensor:
-        """argmin over W of |features W^T - targets|^2 + ridge * mean square feature * N * |W - prior|^2; W [out, in]."""
+        """argmin over W [out, in] of |features W^T - targets|^2 + ridge * mean square feature * |W - prior|^2."""
         damping = ridge * self.gram.diagonal().mean()
         a = self.gram + damping * torch.eye(len(self.gram), dtype=self.dtype, device=self.gram.device)
         return torch.linalg.solve(a, self.cross + damping * prior.to(self.dtype).T).T

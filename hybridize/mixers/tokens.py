@@ -153,7 +153,9 @@ def token_layout(mask: Tensor | None, position_ids: Tensor | None, began: Tensor
         before = torch.where(real, place, -1).cummax(1).values.roll(1, dims=1)  # the latest real token before each
         before[:, 0] = -1
         down = position_ids <= position_ids.gather(1, before.clamp(min=0))
-        opens = real & torch.where(before >= 0, down, (position_ids == 0) & torch.as_tensor(began, device=real.device).view(-1, 1))
+        opens = real & torch.where(
+            before >= 0, down, (position_ids == 0) & torch.as_tensor(began, device=real.device).view(-1, 1)
+        )
         if opens.any():
             return PackedDocuments.from_opens(opens, mask)
     if mask is not None and not mask.all():

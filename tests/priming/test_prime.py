@@ -1,0 +1,259 @@
+"""`hybridize prime` from the command line to a folder that loads, and everything that can stop it."""
+
+import errno
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from priming_case import save_source, save_text
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hybridize
+from hybridize.cli import main
+from hybridize.hybrid.model import mixers
+from hybridize.priming.align import Aligner, AlignOptions, DivergedError
+from hybridize.priming.data import hold_out, read_documents, token_rows
+from hybridize.priming.transfer import LeastSquares, StartOptions, fit_start
+from hybridize.tasks.perplexity import mean_loss
+
+SMALL = ["--context", "32", "--batch-size", "2", "--init-tokens", "256", "--held-out-tokens", "256", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("prime")
+    save_source(folder / "source")
+    save_text(folder / "text")
+    return folder
+
+
+@pytest.fixture
+def prime(place, tmp_path, capfd):
+    """Run prime; returns (exit code, parsed JSON or None, stderr)."""
+
+    def run(*arguments, model=True):
+        words = ["prime", *([str(place / "source")] if model else []), *SMALL, "--data", str(place / "text")]
+        code = main([*words, "--workspace", str(tmp_path / "runs"), "--json", *map(str, arguments)])
+        out, err = capfd.readouterr()
+        return code, json.loads(out) if out.strip() else None, err
+
+    return run
+
+
+def sources(place):
+    model, tokenizer = hybridize.load(place / "source", dtype="float32", device="cpu")
+    rows = token_rows(read_documents(place / "text"), tokenizer, 32, 2048)
+    return model, [ids for ids in rows.split(8) if len(ids) == 8]
+
+
+@pytest.mark.parametrize("layer", ["gka", "gdn", "mamba2", "swa"])
+def test_writes_a_hybrid_that_loads(prime, place, tmp_path, layer):
+    code, report, err = prime("--layer", layer, "--tokens", 640, "--output", tmp_path / "out")
+    assert code == 0, err
+    assert "evenly spaced" in err
+    assert report["pattern"].count("*") == 2 and report["train_tokens"] == 640
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / name).read_bytes() == (place / "source" / name).read_bytes(), name
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.generation_config.eos_token_id == [7, 9]
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+    assert sorted(mixers(model)) == report["converted"] == [1, 3]
+    losses = report["losses"]
+    # The source is random, so only closeness to it means anything: its own loss is that of guessing.
+    assert list(losses) == ["source", "converted", "init", "align"]
+    assert abs(losses["align"]["loss"] - losses["source"]["loss"]) < 1.0
+    if layer == "swa":  # a window of 512 over rows of 32 tokens is the source itself
+        assert losses["converted"]["loss"] == pytest.approx(losses["source"]["loss"], abs=1e-4)
+    index = json.loads((tmp_path / "runs" / "index.json").read_text())["entries"]
+    assert index[-1]["kind"] == "hybrid" and index[-1]["value"] == str(tmp_path / "out")
+
+
+def test_dry_run_accounts_for_every_tensor_and_writes_nothing(prime, place, tmp_path):
+    code, report, err = prime("--dry-run", "--layers", "0,2")
+    assert code == 0, err
+    held = AutoModelForCausalLM.from_pretrained(place / "source").state_dict()
+    fate = report["tensors"]
+    assert fate["copied"] + fate["transformed"] + len(fate["dropped"]) == len(held)
+    assert fate["transformed"] == 2
+    assert not (tmp_path / "runs").exists()
+    cache = report["cache"]
+    assert cache["hybrid_bytes_per_token"] * 2 == cache["source_bytes_per_token"] == 4 * 2 * 2 * 8 * 4
+    longest = cache["smaller_from_tokens"]
+    grown = cache["source_bytes_per_token"] - cache["hybrid_bytes_per_token"]
+    assert longest * grown >= cache["state_bytes_per_sequence"] > (longest - 1) * grown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--ratio", "0"], 1, "must be above 0 and at most 1"),
+        (["--ratio", "1.5"], 1, "must be above 0 and at most 1"),
+        (["--layers", "1,9"], 1, "Layer 9 does not exist"),
+        (["--layers", "1,1"], 1, "named twice"),
+        (["--layers", "x"], 2, "no list of layers"),
+        (["--pattern", "*-GKA-*"], 1, "nothing stands for layer 3"),
+        (["--pattern", "*-GKA-*-GKA-*"], 1, "position 4 stands for no layer"),
+        (["--pattern", "*-GKA-*-FOO"], 1, "'FOO' at position 3"),
+        (["--pattern", "*-*-*-*"], 2, "converts no layer"),
+        (["--layer", "foo"], 1, "no layer kind 'foo'"),
+        (["--ratio", "0.5", "--layers", "1"], 2, "give one of them"),
+        (["--stages", "init,fly"], 2, "no stage 'fly'"),
+        (["--tokens", "10"], 2, "less than one step"),
+        (["--set", "foo=1"], 1, "setting 'foo'"),
+        (["--set", "foo"], 2, "NAME=VALUE"),
+        (["--context", "100000"], 2, "more than the"),
+        (["--data", "/no/such/file"], 1, "no file or folder"),
+        (["--resume"], 1, "no run"),
+    ],
+)
+def test_bad_input(prime, tmp_path, arguments, code, said):
+    got, report, err = prime(*arguments, "--output", tmp_path / "out")
+    assert (got, report) == (code, None), err
+    assert said in err and "Traceback" not in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_existing_output_is_left_alone(prime, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("x")
+    code, _, err = prime("--output", tmp_path / "out")
+    assert code == 1 and "exists already" in err
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_full_disk_leaves_nothing_under_the_final_name(prime, tmp_path, monkeypatch):
+    from hybridize.priming import run
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "out"))
+
+    monkeypatch.setattr(run._Run, "_copy_companions", full)
+    code, _, err = prime("--tokens", 64, "--output", tmp_path / "out")
+    assert code == 1 and "disk is full" in err
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", "crash"])
+def test_a_stopped_run_resumes_to_the_same_numbers(prime, tmp_path, monkeypatch, how):
+    arguments = ["--layer", "gdn", "--tokens", 640, "--output"]
+    code, whole, err = prime(*arguments, tmp_path / "whole")
+    assert code == 0, err
+    step = Aligner.step
+
+    def stopping(self, ids):
+        if self.steps_done == 4:
+            if how == "crash":
+                raise RuntimeError("power cut")
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self, ids)
+
+    monkeypatch.setattr(Aligner, "step", stopping)
+    code, _, err = prime(*arguments, tmp_path / "out")
+    assert code == (130 if how == "ctrl-c" else 1) and not (tmp_path / "out").exists()
+    if how == "ctrl-c":
+        assert "after 5 of 10 steps" in err and "--resume" in err
+    monkeypatch.setattr(Aligner, "step", step)
+    code, resumed, err = prime("--resume", model=False)
+    assert code == 0, err
+    assert resumed["losses"] == whole["losses"] and resumed["output"] == str(tmp_path / "out")
+    curves = [os.path.join(report["run"], "log.jsonl") for report in (whole, resumed)]
+    first, second = ([json.loads(line) for line in Path(curve).read_text().splitlines()] for curve in curves)
+    assert first == second and len(first) == 10
+    a, b = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "out"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_least_squares_is_the_direct_solution():
+    torch.manual_seed(0)
+    z, y, w, prior = torch.randn(2, 50, 6), torch.randn(2, 50, 4), torch.rand(2, 50, 1), torch.randn(4, 6)
+    squares = LeastSquares(6, 4, torch.device("cpu"))
+    squares.add(z, y, w)
+    root = w.double().sqrt()
+    a, b = (z.double() * root).flatten(0, 1), (y.double() * root).flatten(0, 1)
+    damping = 0.1 * (a.T @ a).diagonal().mean()
+    rows = torch.cat([a, damping.sqrt() * torch.eye(6).double()])
+    wanted = torch.linalg.lstsq(rows, torch.cat([b, damping.sqrt() * prior.double().T])).solution.T
+    torch.testing.assert_close(squares.solve(prior, 0.1), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_init_lowers_every_error_and_leaves_the_source(place, follow):
+    source, batches = sources(place)
+    before = {name: x.clone() for name, x in source.state_dict().items()}
+    plan = hybridize.LayerPlan.from_pattern("*-GKA-GDN-M2")
+    hybrid = hybridize.convert(source, plan, share=True)
+    scaled = fit_start(source, hybrid, batches, StartOptions(solve=False))
+    solved = fit_start(source, hybrid, batches, StartOptions(calibrate=False))
+    assert all(solved[i] < scaled[i] < 1.2 for i in (1, 2, 3)), (scaled, solved)
+    if follow:
+        loss = mean_loss(hybrid, torch.cat(batches), 8)
+        fit_start(source, hybrid, batches, StartOptions(calibrate=False, follow=True))
+        assert mean_loss(hybrid, torch.cat(batches), 8) < loss + 0.05
+    assert all(torch.equal(x, before[name]) for name, x in source.state_dict().items())
+
+
+def test_blended_gate_is_the_reference_formula(place):
+    source, batches = sources(place)
+    hybrid = hybridize.convert(source, hybridize.LayerPlan.from_pattern("*-GDN-*-*"))
+    fit_start(source, hybrid, batches[:1], StartOptions(gate="blend", calibrate=False, solve=False))
+    attention = source.model.layers[1].self_attn
+    value = attention.v_proj.weight.view(2, 8, 32).repeat_interleave(2, 0).reshape(32, 32)
+    torch.testing.assert_close(mixers(hybrid)[1].g_proj.weight, 0.5 * (attention.o_proj.weight.T + value))
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_align_learns_in_the_mixers_alone(place, follow):
+    source, batches = sources(place)
+    hybrid = hybridize.convert(source, hybridize.LayerPlan.from_pattern("*-GDN-*-M2"), share=True)
+    fit_start(source, hybrid, batches, StartOptions())
+    aligner = Aligner(source, hybrid, AlignOptions(follow=follow), 60)
+    before = {name: x.clone() for name, x in source.state_dict().items()}
+    first = aligner.step(batches[0])
+    for _ in range(30):
+        last = aligner.step(batches[0])
+    assert all(last[i] < first[i] for i in first), (first, last)
+    assert all(torch.equal(x, before[name]) for name, x in source.state_dict().items())
+    assert not any(layer.self_attn._forward_hooks for model in (source, hybrid) for layer in model.model.layers)
+    next(iter(mixers(hybrid)[3].parameters())).data.fill_(float("nan"))
+    with pytest.raises(DivergedError, match="layer 3"):
+        aligner.step(batches[0])
+
+
+def test_mean_loss_is_the_models_own_loss(place, monkeypatch):
+    from hybridize.tasks import perplexity
+
+    monkeypatch.setattr(perplexity, "LOGIT_ROWS", 10)
+    source, batches = sources(place)
+    seen = []
+    source.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[0]))
+    got = mean_loss(source, batches[0], 3)
+    assert max(seen) <= 10
+    with torch.no_grad():
+        assert got == pytest.approx(source(batches[0], labels=batches[0]).loss.item(), abs=1e-5)
+
+
+def test_rows_hold_one_document_and_held_out_text_is_apart(place):
+    _, tokenizer = hybridize.load(place / "source", device="cpu")
+    documents = list(read_documents(place / "text"))
+    train, held = hold_out(documents)
+    assert len(train) + len(held) == len(documents) and not {n for n, _ in train} & {n for n, _ in held} and held
+    rows = token_rows(train, tokenizer, 32, 10_000)
+    texts = [text for _, text in train]
+    assert all(any(tokenizer.decode(row) in text for text in texts) for row in rows)
+    assert torch.equal(rows, token_rows(train, tokenizer, 32, 10_000))
+
+
+def test_bad_text(place, tmp_path):
+    _, tokenizer = hybridize.load(place / "source", device="cpu")
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"no": 1}\n')
+    with pytest.raises(hybridize.errors.DataError, match="Line 2"):
+        list(read_documents(tmp_path / "a.jsonl"))
+    (tmp_path / "b.txt").write_bytes(b"ab\xff")
+    with pytest.raises(hybridize.errors.DataError, match="byte 2"):
+        list(read_documents(tmp_path / "b.txt"))
+    with pytest.raises(hybridize.errors.DataError, match="as long as one row"):
+        token_rows([("a", "short")], tokenizer, 32, 100)

@@ -199,7 +199,13 @@ def environment(tmp_path: Path) -> Path:
     site = Path(subprocess.run(show, capture_output=True, text=True, check=True).stdout.strip())
     origin = importlib.util.find_spec("torch")
     assert origin is not None and origin.origin is not None
-    (site / "outer.pth").write_text(str(Path(origin.origin).parent.parent))
+    # Links, because a hybridize installed out there would be found before an editable one in here.
+    outer = tmp_path / "outer"
+    outer.mkdir()
+    for entry in Path(origin.origin).parent.parent.iterdir():
+        if "hybridize" not in entry.name:
+            (outer / entry.name).symlink_to(entry)
+    (site / "outer.pth").write_text(str(outer))
     return python
 
 

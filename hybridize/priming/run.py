@@ -124,7 +124,8 @@ def prime(
         options = with_changes(
             options, start=start or StartOptions(), align=AlignOptions(lr=lr), settings=mixer_settings
         )
-        name = f"{Path(source.repository or source.path.name).name}-{short_name(plan)}"
+        origin = source.gguf or source.repository or source.path.name
+        name = f"{Path(origin).name.removesuffix('.gguf')}-{short_name(plan)}"
         folder = place.run_folder(name)
         final = Path(output).expanduser() if output else folder / "model"
         options = with_changes(

@@ -65,19 +65,18 @@ class Aligner:
         """One update on ids [B, T]; returns each converted layer's relative squared error before the update."""
         self.optimiser.zero_grad(set_to_none=True)
         losses = self._follow(ids) if self.options.follow else self._imitate(ids)
-        names, values = list(losses), torch.stack(list(losses.values())).tolist()
-        for layer, value in zip(names, values, strict=True):
-            if not math.isfinite(value):
-                raise DivergedError(f"The alignment loss of layer {layer} became {value} at step {self.steps_done}.")
-        for layer, mixer in self.mixers.items():
-            norm = torch.nn.utils.clip_grad_norm_(mixer.parameters(), self.options.clip)
-            if self.steps_done == 0 and not torch.isfinite(norm):
-                raise DivergedError(f"The gradient of layer {layer} is not finite at the first step.")
+        norms = [torch.nn.utils.clip_grad_norm_(self.mixers[i].parameters(), self.options.clip) for i in losses]
+        # One read from the device for both; checked before the update, so that a checkpoint never holds a broken one.
+        values, sizes = torch.stack([torch.stack(list(losses.values())), torch.stack(norms).float()]).tolist()
+        for layer, value, norm in zip(losses, values, sizes, strict=True):
+            for what, number in (("alignment loss", value), ("gradient norm", norm)):
+                if not math.isfinite(number):
+                    raise DivergedError(f"The {what} of layer {layer} became {number} at step {self.steps_done}.")
         for group in self.optimiser.param_groups:
             group["lr"] = self.learning_rate()
         self.optimiser.step()
         self.steps_done += 1
-        return dict(zip(names, values, strict=True))
+        return dict(zip(losses, values, strict=True))
 
     def _imitate(self, ids: Tensor) -> dict[int, Tensor]:
         """Mixers see the source's hidden states: one forward of the source, each mixer's backward on the way."""

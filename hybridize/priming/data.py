@@ -34,26 +34,39 @@ def read_documents(path: Path) -> Iterator[Document]:
         raise DataError(
             f"There is no file or folder {path}; give --data a text file, a JSONL file, or a folder of them."
         )
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES)
+    files = (
+        [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
+    )
     if not files:
         raise DataError(f"Folder {path} holds no text files ({', '.join(sorted(TEXT_SUFFIXES))}).")
     for file in files:
         try:
-            text = file.read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise DataError(f"{file} is not UTF-8 text (byte {error.start}); convert it, or leave it out.") from None
+        # hold_out goes by the name: the same folder in another place must be split in the same way.
+        name = path.name if file == path else file.relative_to(path).as_posix()
         if file.suffix != ".jsonl":
-            yield str(file), text
+            yield name, text
             continue
-        for number, line in enumerate(filter(str.strip, text.splitlines()), 1):
-            try:
-                yield f"{file}:{number}", json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError):
-                raise DataError(f'Line {number} of {file} is not a JSON object with a "text" field.') from None
+        # Not splitlines: JSON may hold U+2028 and its like as they are.
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                yield f"{name}:{number}", _text_field(line, number, file)
+
+
+def _text_field(line: str, number: int, file: Path) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise DataError(f'Line {number} of {file} is not a JSON object with a "text" field of text.')
+    return text
 
 
 def hold_out(documents: Iterable[Document], share: int = 20) -> tuple[list[Document], list[Document]]:
-    """Split into (train, held out): one document in `share`, by its name's hash; a lone one gives its last part."""
+    """Split into (train, held out): one document in `share`, by its name's hash; or the longest's last part."""
     train: list[Document] = []
     held: list[Document] = []
     for name, text in documents:
@@ -63,13 +76,15 @@ def hold_out(documents: Iterable[Document], share: int = 20) -> tuple[list[Docum
         both = train + held
         if not both:
             raise DataError("There is no text to work on; give --data something to read.")
-        name, text = both.pop()
+        name, text = both.pop(max(range(len(both)), key=lambda i: len(both[i][1])))
         cut = len(text) - max(1, len(text) // share)
         train, held = [*both, (name, text[:cut])], [(f"{name} (end)", text[cut:])]
     return train, held
 
 
-def token_rows(documents: Iterable[Document], tokenizer: Any, context: int, limit: int) -> Tensor:
+def token_rows(
+    documents: Iterable[Document], tokenizer: Any, context: int, limit: int, what: str = "document"
+) -> Tensor:
     """Rows int64 [N, context] of at most `limit` tokens: every document in turn, cut to whole rows, tails dropped.
 
     A row never holds two documents, so neither attention nor state crosses a border; documents are taken in rounds of a
@@ -93,7 +108,7 @@ def token_rows(documents: Iterable[Document], tokenizer: Any, context: int, limi
         rounds += [s[start : start + step] for s in streams if len(s) > start]
     if not rounds:
         raise DataError(
-            f"No document is as long as one row of {context} tokens; give longer text or a smaller --context."
+            f"No {what} is as long as one row of {context} tokens; give longer text or a smaller --context."
         )
     return torch.from_numpy(np.concatenate(rounds)[: max(1, limit // context)])
 
@@ -113,7 +128,7 @@ def prepare(
         train_documents, held_documents = hold_out(documents)
     else:
         train_documents, held_documents = list(documents), list(held_out)
-    held = token_rows(held_documents, tokenizer, context, held_out_tokens)
+    held = token_rows(held_documents, tokenizer, context, held_out_tokens, "held-out document")
     train = token_rows(train_documents, tokenizer, context, tokens)
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
     train = train[order]

@@ -121,7 +121,7 @@ def make_options(
     return PrimeOptions(
         model=BUILTIN
         if source.name.startswith("HuggingFaceTB/SmolLM2-135M-Instruct (")
-        else str(source.repository or source.name),
+        else source.repository or _absolute(source.name),
         pattern=str(plan),
         spaced=spaced,
         stages=tuple(stages),
@@ -130,11 +130,16 @@ def make_options(
         held_out_tokens=held_out_tokens,
         context=context,
         batch_size=batch_size,
-        data=os.fspath(data),
+        data=BUILTIN if data == BUILTIN else _absolute(data),
         seed=seed,
         output="",
         dtype=dtype,
     )
+
+
+def _absolute(path: str | os.PathLike[str]) -> str:
+    """The path as a run keeps it: a run may be resumed from another folder."""
+    return str(Path(path).expanduser().absolute())
 
 
 def with_changes(options: PrimeOptions, **changes: Any) -> PrimeOptions:
@@ -147,7 +152,7 @@ def last_run(place: Workspace, model: str | os.PathLike[str] | None) -> tuple[Pa
         raise CheckpointError(f"There is no run in {place.folder} to resume; start one without --resume.")
     folder = Path(entry["value"])
     options = PrimeOptions.read(folder / RUN_FILE)
-    if model is not None and os.fspath(model) != options.model:
+    if model is not None and options.model not in (os.fspath(model), _absolute(model)):
         raise UsageError(
             f"The last run in {place.folder} is of {options.model}, not of {model}; leave MODEL out to resume it."
         )

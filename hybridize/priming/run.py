@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import threading
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from hybridize.builtin import builtin_text
@@ -45,7 +47,7 @@ from hybridize.priming.options import (
 from hybridize.priming.transfer import StartOptions, fit_start
 from hybridize.sources import Source
 from hybridize.tasks.perplexity import mean_loss
-from hybridize.workspace import Workspace, atomic_folder, check_disk_space, refuse_existing, write_json
+from hybridize.workspace import Workspace, atomic_folder, check_disk_space, refuse_existing, write_json, write_text
 
 _CHECKPOINT, _LOG = "checkpoint.pt", "log.jsonl"
 _WEIGHTS = (
@@ -279,7 +281,10 @@ class _Run:
 
     def _measure(self, model: Any, rows: Tensor, title: str) -> float:
         with self.console.progress(title, rows.numel(), "token") as tracker:
-            return mean_loss(model, rows, max(1, self.options.batch_size), tracker.advance)
+            loss = mean_loss(model, rows, self.options.batch_size, tracker.advance)
+        if not math.isfinite(loss):
+            raise DivergedError(f"{title} is {loss}; no hybrid was written.")
+        return loss
 
     # -- files -------------------------------------------------------------------------------------------------------
 
@@ -297,17 +302,23 @@ class _Run:
         names = {f"{hybrid.base_model_prefix}.layers.{i}.self_attn." for i in mixers(hybrid)}
         state = {n: x for n, x in hybrid.state_dict().items() if any(n.startswith(prefix) for prefix in names)}
         partial = self.folder / f".{_CHECKPOINT}.partial"
-        torch.save(
-            {
-                "step": aligner.steps_done,
-                "mixers": state,
-                "optimiser": aligner.optimiser.state_dict(),
-                "losses": losses,
-                "fingerprint": rows.fingerprint,
-            },
-            partial,
-        )
-        os.replace(partial, self.folder / _CHECKPOINT)
+        checkpoint = {
+            "step": aligner.steps_done,
+            "mixers": state,
+            "optimiser": aligner.optimiser.state_dict(),
+            "losses": losses,
+            "fingerprint": rows.fingerprint,
+        }
+        try:
+            # Given a path, torch.save reports a full disk as an internal error.
+            with partial.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, self.folder / _CHECKPOINT)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
 
     def _finish(self, hybrid: Any, losses: dict[str, Any], rows: TextSplit, steps: int) -> dict[str, Any]:
         options = self.options
@@ -324,7 +335,7 @@ class _Run:
             "output": options.output,
             "run": str(self.folder),
         }
-        with atomic_folder(options.output) as partial:
+        with _explained_write(options.output), atomic_folder(options.output) as partial:
             hybrid.to(self.dtype).save_pretrained(partial)
             self._copy_companions(partial)
             write_json(partial / "prime.json", report)
@@ -351,8 +362,20 @@ def _drop_lines_from(log: Path, step: int) -> None:
     """Forget logged steps that will be done again, because they came after the last checkpoint."""
     if not log.exists():
         return
-    kept = [line for line in log.read_text("utf-8").splitlines() if line and json.loads(line)["step"] < step]
-    log.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    lines = log.read_text("utf-8").split("\n")[:-1]  # what follows the last line break was cut short by a kill
+    write_text(log, "".join(f"{line}\n" for line in lines if json.loads(line)["step"] < step))
+
+
+@contextmanager
+def _explained_write(output: str) -> Iterator[None]:
+    """OSError in place of safetensors' own error, which means a damaged file to those who read."""
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), output) from None
 
 
 @contextmanager

@@ -64,7 +64,7 @@ class LeastSquares:
 
     def solve(self, prior: Tensor, ridge: float) -> Tensor:
         """argmin over W [out, in] of |features W^T - targets|^2 + ridge * mean square feature * |W - prior|^2."""
-        damping = ridge * self.gram.diagonal().mean()
+        damping = (ridge * self.gram.diagonal().mean()).clamp(min=1e-30)  # features may all be zero
         a = self.gram + damping * torch.eye(len(self.gram), dtype=self.dtype, device=self.gram.device)
         return torch.linalg.solve(a, self.cross + damping * prior.to(self.dtype).T).T
 

@@ -127,7 +127,7 @@ def test_a_gradient_that_is_no_number_never_reaches_the_weights():
     aligner.step(tokens(2, 16))
     weight = mixers(hybrid)[0].q_proj.weight
     weight.register_hook(lambda grad: grad * math.inf)
-    with pytest.raises(DivergedError, match="gradient norm of layer 0 became .* at step 1"):
+    with pytest.raises(DivergedError, match=r"gradient norm of layer 0 became .* at step 1"):
         aligner.step(tokens(2, 16))
     assert all(p.isfinite().all() for mixer in mixers(hybrid).values() for p in mixer.parameters())
 

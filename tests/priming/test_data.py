@@ -107,7 +107,7 @@ def test_unusable_text(tmp_path, name, content, said):
 
 
 def test_missing_and_empty_places(tmp_path):
-    with pytest.raises(DataError, match="There is no file or folder .*nowhere"):
+    with pytest.raises(DataError, match=r"There is no file or folder .*nowhere"):
         list(read_documents(tmp_path / "nowhere"))
     with pytest.raises(DataError, match="holds no text files"):
         list(read_documents(tmp_path))

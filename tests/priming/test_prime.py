@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hybridize
 from hybridize.cli import main
 from hybridize.hybrid.model import mixers
-from hybridize.priming.align import Aligner, AlignOptions, DivergedError
+from hybridize.priming.align import Aligner
 from hybridize.priming.data import hold_out, read_documents, token_rows
 from hybridize.priming.transfer import LeastSquares, StartOptions, fit_start
 from hybridize.tasks.perplexity import mean_loss
@@ -196,33 +196,6 @@ def test_init_lowers_every_error_and_leaves_the_source(place, follow):
     assert all(torch.equal(x, before[name]) for name, x in source.state_dict().items())
 
 
-def test_blended_gate_is_the_reference_formula(place):
-    source, batches = sources(place)
-    hybrid = hybridize.convert(source, hybridize.LayerPlan.from_pattern("*-GDN-*-*"))
-    fit_start(source, hybrid, batches[:1], StartOptions(gate="blend", calibrate=False, solve=False))
-    attention = source.model.layers[1].self_attn
-    value = attention.v_proj.weight.view(2, 8, 32).repeat_interleave(2, 0).reshape(32, 32)
-    torch.testing.assert_close(mixers(hybrid)[1].g_proj.weight, 0.5 * (attention.o_proj.weight.T + value))
-
-
-@pytest.mark.parametrize("follow", [False, True])
-def test_align_learns_in_the_mixers_alone(place, follow):
-    source, batches = sources(place)
-    hybrid = hybridize.convert(source, hybridize.LayerPlan.from_pattern("*-GDN-*-M2"), share=True)
-    fit_start(source, hybrid, batches, StartOptions())
-    aligner = Aligner(source, hybrid, AlignOptions(follow=follow), 60)
-    before = {name: x.clone() for name, x in source.state_dict().items()}
-    first = aligner.step(batches[0])
-    for _ in range(30):
-        last = aligner.step(batches[0])
-    assert all(last[i] < first[i] for i in first), (first, last)
-    assert all(torch.equal(x, before[name]) for name, x in source.state_dict().items())
-    assert not any(layer.self_attn._forward_hooks for model in (source, hybrid) for layer in model.model.layers)
-    next(iter(mixers(hybrid)[3].parameters())).data.fill_(float("nan"))
-    with pytest.raises(DivergedError, match="layer 3"):
-        aligner.step(batches[0])
-
-
 def test_mean_loss_is_the_models_own_loss(place, monkeypatch):
     from hybridize.tasks import perplexity
 
@@ -247,13 +220,122 @@ def test_rows_hold_one_document_and_held_out_text_is_apart(place):
     assert torch.equal(rows, token_rows(train, tokenizer, 32, 10_000))
 
 
-def test_bad_text(place, tmp_path):
-    _, tokenizer = hybridize.load(place / "source", device="cpu")
-    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"no": 1}\n')
-    with pytest.raises(hybridize.errors.DataError, match="Line 2"):
-        list(read_documents(tmp_path / "a.jsonl"))
-    (tmp_path / "b.txt").write_bytes(b"ab\xff")
-    with pytest.raises(hybridize.errors.DataError, match="byte 2"):
-        list(read_documents(tmp_path / "b.txt"))
-    with pytest.raises(hybridize.errors.DataError, match="as long as one row"):
-        token_rows([("a", "short")], tokenizer, 32, 100)
+def test_a_source_with_biases(prime, place, tmp_path):
+    import shutil
+
+    from hybrid_cases import source
+
+    shutil.copytree(place / "source", tmp_path / "qwen2", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "qwen2").iterdir()}
+    source("qwen2", 4, vocab_size=256).save_pretrained(tmp_path / "qwen2")
+    for name, content in kept.items():
+        (tmp_path / "qwen2" / name).write_bytes(content)
+    words = ["prime", str(tmp_path / "qwen2"), *SMALL, "--data", str(place / "text"), "--tokens", "128"]
+    assert main([*words, "--output", str(tmp_path / "out"), "--workspace", str(tmp_path / "w"), "--quiet"]) == 0
+    model, ours = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("qwen2", "out"))
+    theirs, ours = model.state_dict(), ours.state_dict()
+    assert {"model.layers.1.self_attn.q_proj.bias"} <= set(theirs) <= set(ours)
+    untouched = [name for name in theirs if ".1.self_attn" not in name and ".3.self_attn" not in name]
+    assert all(torch.equal(theirs[name], ours[name]) for name in untouched)
+    report = json.loads((tmp_path / "out" / "prime.json").read_text())
+    assert report["pattern"] == "*-GKA-*-GKA" and report["train_tokens"] == 128
+
+
+def test_dry_run_accounts_for_each_weight_by_name(place):
+    from hybridize.priming.accounting import account
+    from hybridize.sources import open_source
+
+    plan = hybridize.LayerPlan.from_pattern("GKA-GDN-M2-SWA")
+    got = account(open_source(place / "source").config, plan, torch.bfloat16, True, {})
+    held = AutoModelForCausalLM.from_pretrained(place / "source")
+    assert sorted([*got.copied, *got.transformed, *got.dropped]) == sorted(held.state_dict())
+    hybrid = hybridize.convert(held, plan)
+    assert sorted([*got.copied, *got.transformed, *got.new]) == sorted(hybrid.state_dict())
+    assert got.parameters == sum(p.numel() for p in hybrid.parameters())
+    assert got.trained_parameters == sum(p.numel() for m in mixers(hybrid).values() for p in m.parameters())
+
+
+def test_too_small_a_disk_is_said_before_the_work(prime, tmp_path, monkeypatch):
+    import shutil
+
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    code, _, err = prime("--output", tmp_path / "out")
+    assert code == 1 and "free some space" in err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("where", ["checkpoint", "weights"])
+def test_a_disk_that_fills_up(prime, tmp_path, monkeypatch, where):
+    import transformers.modeling_utils
+    from safetensors import SafetensorError
+
+    def full(*args, **kwargs):
+        if where == "checkpoint":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    if where == "checkpoint":
+        monkeypatch.setattr(torch, "save", full)
+    else:
+        monkeypatch.setattr(transformers.modeling_utils, "safe_save_file", full)
+    code, _, err = prime("--tokens", 64, "--output", tmp_path / "out")
+    assert code == 1 and "The disk is full" in err and "damaged" not in err
+    assert not list(tmp_path.glob("*out*")) and not list(tmp_path.glob("runs/*/.*"))
+    if where == "weights":  # what was learned is kept
+        monkeypatch.undo()
+        code, report, err = prime("--resume", model=False)
+        assert code == 0 and report["output"] == str(tmp_path / "out"), err
+
+
+def test_a_killed_run_resumes_from_another_folder(prime, place, tmp_path, monkeypatch):
+    """The model and the text are named by relative paths, and the log's last line is cut short."""
+    step = Aligner.step
+
+    def killed(self, ids):
+        if self.steps_done == 3:
+            raise RuntimeError("power cut")
+        return step(self, ids)
+
+    monkeypatch.setattr(Aligner, "step", killed)
+    monkeypatch.chdir(place)
+    words = ["prime", "source", *SMALL, "--data", "text", "--tokens", "320", "--output", str(tmp_path / "out")]
+    assert main([*words, "--workspace", str(tmp_path / "runs"), "--json"]) == 1
+    monkeypatch.setattr(Aligner, "step", step)
+    (log,) = tmp_path.glob("runs/*/log.jsonl")
+    with log.open("a") as file:
+        file.write('{"step": 3, "lo')
+    monkeypatch.chdir(tmp_path)
+    code, _, err = prime("--resume", model=False)
+    assert code == 0, err
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == list(range(5))
+    code, _, err = prime("--resume", model=False)
+    assert code == 2 and "is finished" in err
+
+
+def test_a_run_that_diverges_says_so_and_writes_no_hybrid(prime, tmp_path, monkeypatch):
+    code, _, err = prime("--tokens", 640, "--lr", "1e30", "--output", tmp_path / "out")
+    assert code == 1 and "became" in err and "smaller --lr" in err and "Traceback" not in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_text_that_changed_stops_a_resumed_run(prime, place, tmp_path, monkeypatch):
+    save_text(tmp_path / "text")
+    step = Aligner.step
+    monkeypatch.setattr(Aligner, "step", lambda self, ids: 1 / 0)
+    assert prime("--data", tmp_path / "text", "--tokens", 64)[0] == 1
+    monkeypatch.setattr(Aligner, "step", step)
+    for path in (tmp_path / "text").iterdir():
+        path.write_text(path.read_text()[::-1])
+    code, _, err = prime("--resume", model=False)
+    assert code == 1 and "has changed since" in err
+
+
+def test_a_damaged_checkpoint_is_named(prime, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Aligner, "step", lambda self, ids: 1 / 0)
+        assert prime("--tokens", 64)[0] == 1
+    (checkpoint,) = tmp_path.glob("runs/*/checkpoint.pt")
+    checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
+    code, _, err = prime("--resume", model=False)
+    assert code == 1 and "checkpoint.pt cannot be read" in err
+    assert len(err.strip().splitlines()) <= 4, err

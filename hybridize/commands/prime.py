@@ -1,5 +1,6 @@
 """`hybridize prime`: convert a model's layers, align them, and write a hybrid."""
 
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,6 +77,8 @@ def command(
     if gate not in ("one", "blend"):
         raise typer.BadParameter(f"--gate {gate!r} is neither one nor blend.")
     settings: dict[str, Any] = dict(read_setting(text) for text in set_ or [])
+    if taken := sorted(settings.keys() & signature(prime).parameters.keys()):
+        raise typer.BadParameter(f"--set {taken[0]} is no mixer setting.")
     report = prime(
         model,
         ratio=ratio,

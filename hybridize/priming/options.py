@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -13,8 +14,9 @@ import torch
 
 from hybridize.builtin import open_builtin
 from hybridize.console import Console
-from hybridize.errors import CheckpointError, UsageError
+from hybridize.errors import CheckpointError, UsageError, WorkspaceError
 from hybridize.hybrid.plan import LayerPlan, check_kind
+from hybridize.mixers import MIXERS
 from hybridize.priming.align import AlignOptions
 from hybridize.priming.transfer import StartOptions
 from hybridize.sources import Source, open_source
@@ -23,6 +25,7 @@ from hybridize.workspace import Workspace
 STAGES = ("init", "align")
 BUILTIN = "builtin"
 RUN_FILE = "run.json"
+_MAY_BE_ZERO = {"num_iters", "sinks"}
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,8 @@ def make_options(
     for name, value in (("tokens", tokens), ("context", context), ("held-out-tokens", held_out_tokens)):
         if value < 1:
             raise UsageError(f"--{name} is {value}; it must be at least 1.")
+    if not 0 <= seed < 2**63:
+        raise UsageError(f"--seed is {seed}; it must be at least 0 and below 2**63.")
     longest = getattr(source.config, "max_position_embeddings", None)
     if longest and context > longest:
         raise UsageError(f"--context {context} is more than the {longest} positions that the model was made for.")
@@ -140,6 +145,33 @@ def make_options(
 def _absolute(path: str | os.PathLike[str]) -> str:
     """The path as a run keeps it: a run may be resumed from another folder."""
     return str(Path(path).expanduser().absolute())
+
+
+def check_settings(plan: LayerPlan, settings: dict[str, Any]) -> None:
+    """UsageError when a mixer setting's value is not of its default's kind, or out of range; names are for convert."""
+    for kind in filter(None, plan.kinds):
+        for name, value in settings.items():
+            default = MIXERS[kind].defaults.get(name)
+            numeric = isinstance(default, int | float) and not isinstance(default, bool)
+            fits: Any = (int, float) if isinstance(default, float) else type(default)
+            if default is None or (isinstance(default, tuple) and isinstance(value, list | tuple)):
+                continue
+            if not isinstance(value, fits) or (numeric and isinstance(value, bool)):
+                raise UsageError(f"The setting {name} is {value!r}; give a value like {default!r}.")
+            number: Any = value
+            if numeric and not (0 <= number < math.inf and (number > 0 or name in _MAY_BE_ZERO)):
+                raise UsageError(f"The setting {name} is {value}, which is too small or too large.")
+
+
+def check_place(path: Path) -> None:
+    """WorkspaceError when no folder can be made at this path, said before the work and not after it."""
+    parent = path.parent
+    while not os.path.lexists(parent):
+        parent = parent.parent
+    if not parent.is_dir():
+        raise WorkspaceError(f"{path} cannot be made, because {parent} is not a folder; choose another --output.")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise WorkspaceError(f"{path} cannot be made, because {parent} cannot be written to; choose another --output.")
 
 
 def with_changes(options: PrimeOptions, **changes: Any) -> PrimeOptions:

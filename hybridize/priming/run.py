@@ -35,6 +35,8 @@ from hybridize.priming.options import (
     RUN_FILE,
     STAGES,
     PrimeOptions,
+    check_place,
+    check_settings,
     choose_layers,
     describe,
     last_run,
@@ -50,17 +52,7 @@ from hybridize.tasks.perplexity import mean_loss
 from hybridize.workspace import Workspace, atomic_folder, check_disk_space, refuse_existing, write_json, write_text
 
 _CHECKPOINT, _LOG = "checkpoint.pt", "log.jsonl"
-_WEIGHTS = (
-    ".safetensors",
-    ".safetensors.index.json",
-    ".bin",
-    ".bin.index.json",
-    ".gguf",
-    ".pt",
-    ".pth",
-    ".h5",
-    ".msgpack",
-)
+_WEIGHTS = (".safetensors", ".bin", ".index.json", ".gguf", ".pt", ".pth", ".h5", ".msgpack")
 
 
 def prime(
@@ -137,9 +129,11 @@ def prime(
         console.note("No probe was made: the layers to convert are evenly spaced.")
     solves = "init" in options.stages and options.start.solve
     number = output_dtype(source, options.dtype)
+    check_settings(plan, options.settings)
     accounting = account(source.config, plan, number, solves, options.settings)
     final = Path(options.output)
     refuse_existing(final)
+    check_place(final)
     if dry_run:
         return {"dry_run": True, **describe(options, source), **accounting.summary(), "output": str(final)}
     check_disk_space(final, accounting.checkpoint_bytes + 16 * accounting.trained_parameters)

@@ -105,6 +105,13 @@ def test_dry_run_accounts_for_every_tensor_and_writes_nothing(prime, place, tmp_
         (["--tokens", "10"], 2, "less than one step"),
         (["--set", "foo=1"], 1, "setting 'foo'"),
         (["--set", "foo"], 2, "NAME=VALUE"),
+        (["--set", "device=3"], 2, "no mixer setting"),
+        (["--set", "num_iters=many"], 2, "setting num_iters is 'many'"),
+        (["--set", "num_iters=2.5"], 2, "setting num_iters is 2.5"),
+        (["--set", "ridge=0"], 2, "setting ridge is 0"),
+        (["--set", "ridge=true"], 2, "setting ridge is True"),
+        (["--layer", "swa", "--set", "window=0"], 2, "setting window is 0"),
+        (["--seed", str(2**70)], 2, "below 2**63"),
         (["--context", "100000"], 2, "more than the"),
         (["--data", "/no/such/file"], 1, "no file or folder"),
         (["--resume"], 1, "no run"),
@@ -123,6 +130,13 @@ def test_existing_output_is_left_alone(prime, tmp_path):
     code, _, err = prime("--output", tmp_path / "out")
     assert code == 1 and "exists already" in err
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_an_output_that_cannot_be_made_is_said_before_the_work(prime, tmp_path):
+    (tmp_path / "file").write_text("x")
+    code, _, err = prime("--output", tmp_path / "file" / "out")
+    assert code == 1 and "file is not a folder" in err and "loss" not in err
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 def test_full_disk_leaves_nothing_under_the_final_name(prime, tmp_path, monkeypatch):

@@ -6,8 +6,12 @@ from typing import Annotated
 
 import typer
 
+DTYPES = ("float32", "bfloat16", "float16")
 
-def _one_of(*names: str) -> Callable[[str | None], str | None]:
+
+def one_of(*names: str) -> Callable[[str | None], str | None]:
+    """A callback that refuses a value that is not one of these names."""
+
     def check(value: str | None) -> str | None:
         if value is not None and value not in names:
             raise typer.BadParameter(f"{value!r} is none of {', '.join(names)}.")
@@ -37,7 +41,7 @@ Dtype = Annotated[
     str | None,
     typer.Option(
         "--dtype",
-        callback=_one_of("float32", "bfloat16", "float16"),
+        callback=one_of(*DTYPES),
         help="float32, bfloat16 or float16. Default: float32 on a CPU, bfloat16 on an accelerator.",
     ),
 ]

@@ -38,7 +38,14 @@ def command(
     init_tokens: Annotated[int | None, typer.Option("--init-tokens", min=1, help="Tokens that init solves on.")] = None,
     held_out_tokens: Annotated[int, typer.Option("--held-out-tokens", min=1, help="Tokens to measure on.")] = 32_768,
     lr: Annotated[float, typer.Option("--lr", min=0.0, help="Peak learning rate of align.")] = 4e-3,
-    gate: Annotated[str, typer.Option("--gate", help="How output gates start: one, or the reference's blend.")] = "one",
+    gate: Annotated[
+        str,
+        typer.Option(
+            "--gate",
+            callback=options.one_of("one", "blend"),
+            help="How output gates start: one, or the reference's blend.",
+        ),
+    ] = "one",
     solve: Annotated[bool, typer.Option("--solve/--no-solve", help="Solve output projections in init.")] = True,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A mixer setting, such as num_iters=10.")
@@ -49,7 +56,12 @@ def command(
     dry_run: options.DryRun = False,
     device: options.Device = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Number format of the written hybrid. Default: the source's.")
+        str | None,
+        typer.Option(
+            "--dtype",
+            callback=options.one_of(*options.DTYPES),
+            help="Number format of the written hybrid. Default: the source's.",
+        ),
     ] = None,
     seed: options.Seed = 0,
     workspace: options.Workspace = None,
@@ -72,10 +84,6 @@ def command(
     from hybridize.priming.transfer import StartOptions
 
     console = Console(json=json, quiet=quiet)
-    if dtype not in (None, "float32", "bfloat16", "float16"):
-        raise typer.BadParameter(f"--dtype {dtype!r} is none of float32, bfloat16, float16.")
-    if gate not in ("one", "blend"):
-        raise typer.BadParameter(f"--gate {gate!r} is neither one nor blend.")
     settings: dict[str, Any] = dict(read_setting(text) for text in set_ or [])
     if taken := sorted(settings.keys() & signature(prime).parameters.keys()):
         raise typer.BadParameter(f"--set {taken[0]} is no mixer setting.")

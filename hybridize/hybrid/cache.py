@@ -36,7 +36,6 @@ class StateLayer(CacheLayerMixin):
     def __init__(self, anchor: CacheLayerMixin | None = None) -> None:
         super().__init__()
         self.anchor = anchor
-        self.document_start: Tensor | None = None  # [B] where each row's current document begins, once one was packed
         self.record_past = False  # transformers' name: it reads and clears this
         self._clear()
 
@@ -46,7 +45,7 @@ class StateLayer(CacheLayerMixin):
         self._record: list[Piece] = []
         self._behind = False  # the state must be rebuilt from the checkpoint and the record
         self._length = 0
-        self.document_start = None
+        self.document_start: Tensor | None = None  # [B] where each row's current document begins, once one was packed
         self.is_initialized = False
 
     # -- what a mixer calls ------------------------------------------------------------------------------------------

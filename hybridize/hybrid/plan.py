@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from hybridize.errors import PlanError
 
@@ -19,6 +20,7 @@ class LayerPlan:
     kinds: tuple[str | None, ...]
 
     @staticmethod
+    @cache  # a hybrid reads its pattern at every forward
     def from_pattern(pattern: str) -> LayerPlan:
         """Read '*-GKA-*-GDN'; PlanError names the first position that is wrong."""
         kinds: list[str | None] = []

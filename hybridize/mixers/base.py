@@ -71,6 +71,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([turned * cos + torch.cat([-high, low], dim=-1) * sin, rest], dim=-1)
 
 
+def geometry(config: Any) -> tuple[int, int, int]:
+    """Query heads, key/value heads and head dim of a source's config; older families leave out what follows."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
 class Mixer(nn.Module):
     """Base of the mixers; stands where the source's attention stood and keeps its projections under their names."""
 
@@ -90,14 +97,11 @@ class Mixer(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.head_dim: int = getattr(attention, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.heads: int = config.num_attention_heads
-        self.kv_heads: int = getattr(config, "num_key_value_heads", None) or self.heads
+        self.heads, self.kv_heads, self.head_dim = geometry(config)
         # The source's own modules, under the source's own names: q/k/v_proj or qkv_proj, o_proj, q/k norms.
         for name, module in attention.named_children():
             if next(module.parameters(), None) is not None:
                 setattr(self, name, module)
-        self.is_causal = True
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -208,6 +212,14 @@ class Mixer(nn.Module):
 class StateSpaceMixer(Mixer):
     """What GKA, GDN and Mamba-2 share: convolutions on q, k, v, a decay gate, a normed and gated read-out."""
 
+    defaults: ClassVar[dict[str, Any]] = {
+        "conv_size": 4,
+        "conv_activation": None,
+        "rope": True,
+        "memory": (1.0, 64.0),
+        "norm_eps": 1e-3,
+    }
+
     def __init__(self, config: Any, attention: nn.Module, layer_idx: int):
         super().__init__(config, attention, layer_idx)
         width, hidden = self.settings["conv_size"], config.hidden_size
@@ -239,6 +251,10 @@ class StateSpaceMixer(Mixer):
     def timestep(self, hidden_states: Tensor) -> Tensor:
         """softplus(a_proj(x) + dt_bias), fp32 [B, T, H]."""
         return F.softplus(self.a_proj(hidden_states).float() + self.dt_bias)
+
+    def decay(self) -> Tensor:
+        """-exp(A_log), fp32 [H]: what a timestep is multiplied with to give the log decay."""
+        return -self.A_log.float().exp()
 
     def convolve(
         self, inputs: State, state: State | None, lengths: Tensor | None, cu_seqlens: Tensor | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,6 @@ class GDNMixer(StateSpaceMixer):
     """State: one key-value matrix S for every head."""
 
     kind = "gdn"
-    defaults: ClassVar[dict[str, Any]] = {
-        "conv_size": 4,
-        "conv_activation": None,
-        "rope": True,
-        "memory": (1.0, 64.0),
-        "norm_eps": 1e-3,
-    }
 
     def __init__(self, config: Any, attention: nn.Module, layer_idx: int):
         super().__init__(config, attention, layer_idx)
@@ -36,7 +29,7 @@ class GDNMixer(StateSpaceMixer):
 
     def gates(self, hidden_states: Tensor) -> State:
         return {
-            "g": -self.A_log.float().exp() * self.timestep(hidden_states),
+            "g": self.decay() * self.timestep(hidden_states),
             "beta": self.b_proj(hidden_states).float().sigmoid(),
         }
 

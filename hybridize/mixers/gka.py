@@ -17,11 +17,7 @@ class GKAMixer(StateSpaceMixer):
 
     kind = "gka"
     defaults: ClassVar[dict[str, Any]] = {
-        "conv_size": 4,
-        "conv_activation": None,
-        "rope": True,
-        "memory": (1.0, 64.0),
-        "norm_eps": 1e-3,
+        **StateSpaceMixer.defaults,
         "ridge": 0.02,
         "num_iters": 30,
     }
@@ -40,7 +36,7 @@ class GKAMixer(StateSpaceMixer):
 
     def gates(self, hidden_states: Tensor) -> State:
         return {
-            "g": -self.A_log.float().exp() * self.timestep(hidden_states),
+            "g": self.decay() * self.timestep(hidden_states),
             "beta": self.b_proj(hidden_states).float().sigmoid(),
             "alpha": self.alpha_proj(hidden_states).float().sigmoid(),
         }

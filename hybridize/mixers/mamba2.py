@@ -19,11 +19,7 @@ class Mamba2Mixer(StateSpaceMixer):
 
     kind = "mamba2"
     defaults: ClassVar[dict[str, Any]] = {
-        "conv_size": 4,
-        "conv_activation": None,
-        "rope": True,
-        "memory": (1.0, 64.0),
-        "norm_eps": 1e-3,
+        **StateSpaceMixer.defaults,
         "qk_l2norm": True,
     }
 
@@ -50,7 +46,7 @@ class Mamba2Mixer(StateSpaceMixer):
         o, new["h"] = kernel(
             expand_heads(v, self.heads),
             inputs["dt"],
-            -self.A_log.float().exp(),
+            self.decay(),
             expand_heads(k, self.heads),
             q,
             D=self.D.float(),

@@ -11,6 +11,7 @@ import torch
 from hybridize.errors import ConversionError
 from hybridize.hybrid.model import convert, mixers
 from hybridize.hybrid.plan import LayerPlan
+from hybridize.mixers.base import geometry
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,8 @@ def account(config: Any, plan: LayerPlan, dtype: torch.dtype, solves: bool, sett
     trained = sum(p.numel() for mixer in own.values() for p in mixer.parameters())
     parameters = sum(p.numel() for p in hybrid.parameters())
     kept = len(plan.kinds) - len(own)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv = 2 * heads * head_dim * dtype.itemsize
+    _, kv_heads, head_dim = geometry(config)
+    kv = 2 * kv_heads * head_dim * dtype.itemsize
     state = sum(mixer.state_bytes(dtype) for mixer in own.values())
     return Accounting(
         copied=sorted(theirs - solved),

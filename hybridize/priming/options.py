@@ -6,17 +6,18 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hybridize.builtin import open_builtin
+from hybridize.builtin import REPOSITORY, open_builtin
 from hybridize.console import Console
 from hybridize.errors import CheckpointError, UsageError, WorkspaceError
 from hybridize.hybrid.plan import LayerPlan, check_kind
 from hybridize.mixers import MIXERS
+from hybridize.mixers.base import geometry
 from hybridize.priming.align import AlignOptions
 from hybridize.priming.transfer import StartOptions
 from hybridize.sources import Source, open_source
@@ -114,19 +115,16 @@ def make_options(
     longest = getattr(source.config, "max_position_embeddings", None)
     if longest and context > longest:
         raise UsageError(f"--context {context} is more than the {longest} positions that the model was made for.")
-    config = source.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if init_tokens is None:
         # Eight tokens for every unknown of a row of the projection, and never so few that they are one kind of text.
-        init_tokens = max(16_384, 8 * head_dim * config.num_attention_heads)
+        heads, _, head_dim = geometry(source.config)
+        init_tokens = max(16_384, 8 * heads * head_dim)
     if batch_size is None:
         batch_size = max(1, (2048 if device.type == "cpu" else 8192) // context)
     if "align" in stages and tokens < batch_size * context:
         raise UsageError(f"--tokens {tokens} is less than one step of {batch_size} rows of {context} tokens.")
     return PrimeOptions(
-        model=BUILTIN
-        if source.name.startswith("HuggingFaceTB/SmolLM2-135M-Instruct (")
-        else source.repository or _absolute(source.name),
+        model=BUILTIN if source.name.startswith(f"{REPOSITORY} (") else source.repository or _absolute(source.name),
         pattern=str(plan),
         spaced=spaced,
         stages=tuple(stages),
@@ -172,10 +170,6 @@ def check_place(path: Path) -> None:
         raise WorkspaceError(f"{path} cannot be made, because {parent} is not a folder; choose another --output.")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise WorkspaceError(f"{path} cannot be made, because {parent} cannot be written to; choose another --output.")
-
-
-def with_changes(options: PrimeOptions, **changes: Any) -> PrimeOptions:
-    return PrimeOptions(**{**{f.name: getattr(options, f.name) for f in fields(options)}, **changes})
 
 
 def last_run(place: Workspace, model: str | os.PathLike[str] | None) -> tuple[Path, PrimeOptions]:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,6 @@ from hybridize.priming.options import (
     open_model,
     output_dtype,
     short_name,
-    with_changes,
 )
 from hybridize.priming.transfer import StartOptions, fit_start
 from hybridize.sources import Source
@@ -115,15 +114,17 @@ def prime(
             dtype,
             target,
         )
-        options = with_changes(
-            options, start=start or StartOptions(), align=AlignOptions(lr=lr), settings=mixer_settings
-        )
         origin = source.gguf or source.repository or source.path.name
         name = f"{Path(origin).name.removesuffix('.gguf')}-{short_name(plan)}"
         folder = place.run_folder(name)
         final = Path(output).expanduser() if output else folder / "model"
-        options = with_changes(
-            options, output=str(final.absolute()), revision=source.revision if source.repository else None
+        options = replace(
+            options,
+            output=str(final.absolute()),
+            start=start or StartOptions(),
+            align=AlignOptions(lr=lr),
+            settings=mixer_settings,
+            revision=source.revision if source.repository else None,
         )
     if options.spaced:
         console.note("No probe was made: the layers to convert are evenly spaced.")

@@ -77,9 +77,8 @@ def set_start(mixer: Mixer, options: StartOptions) -> None:
     if options.gate == "blend":
         projection: Any = mixer.o_proj
         out = projection.weight.T
-        _, _, value = _projection_weights(mixer)
         groups = mixer.heads // mixer.kv_heads
-        value = value.unflatten(0, (mixer.kv_heads, -1)).repeat_interleave(groups, dim=0).flatten(0, 1)
+        value = _value_weight(mixer).unflatten(0, (mixer.kv_heads, -1)).repeat_interleave(groups, dim=0).flatten(0, 1)
         mixer.g_proj.weight.copy_(0.5 * (out + value))
         mixer.g_proj.bias.zero_()
     if options.conv == "random":
@@ -87,12 +86,11 @@ def set_start(mixer: Mixer, options: StartOptions) -> None:
             conv.weight.normal_(0.0, 0.02)
 
 
-def _projection_weights(mixer: Mixer) -> tuple[Tensor, Tensor, Tensor]:
+def _value_weight(mixer: Mixer) -> Tensor:
     own: Any = mixer
     if hasattr(mixer, "qkv_proj"):
-        q, kv = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
-        return own.qkv_proj.weight.split([q, kv, kv])
-    return own.q_proj.weight, own.k_proj.weight, own.v_proj.weight
+        return own.qkv_proj.weight[-mixer.kv_heads * mixer.head_dim :]
+    return own.v_proj.weight
 
 
 @torch.no_grad()

@@ -1,6 +1,8 @@
 """Layouts for batches and for packed sequences (cu_seqlens)."""
 
+from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -105,3 +107,35 @@ class ChunkLayout:
     def unsort(self, state: Tensor) -> Tensor:
         """Bring states back into the caller's order."""
         return state if self.order is None else state.index_select(0, self.inverse)
+
+
+class ChunkTable(NamedTuple):
+    """Where the chunks of [B,T,...] lie once its tokens are taken as one row of B*T; the Triton kernels read it.
+
+    Sequence n has the tokens from seq_start[n] to seq_start[n + 1] and the chunks from chunk_start[n] to
+    chunk_start[n + 1]; chunk c belongs to sequence chunk_seq[c]. A sequence without tokens has no chunk.
+    """
+
+    sequences: int
+    chunks: int
+    seq_start: Tensor  # int64 [N + 1]
+    chunk_start: Tensor  # int32 [N + 1]
+    chunk_seq: Tensor  # int32 [chunks]
+
+
+def chunk_table(x: Tensor, chunk: int, cu_seqlens: Tensor | None) -> ChunkTable:
+    """Return the table of x [B,T,...] cut into chunks that never cross a sequence border."""
+    bounds = sequence_bounds(x, cu_seqlens)
+    if bounds is None:
+        bounds = [n * x.shape[1] for n in range(x.shape[0] + 1)]
+    return _chunk_table(tuple(bounds), chunk, x.device)
+
+
+@lru_cache(maxsize=64)  # all layers of a model ask for the same one
+def _chunk_table(bounds: tuple[int, ...], chunk: int, device: torch.device) -> ChunkTable:
+    seq_start = torch.tensor(bounds, dtype=torch.int64)
+    chunks = (seq_start.diff() + chunk - 1) // chunk
+    chunk_start = F.pad(chunks.cumsum(0), (1, 0)).to(torch.int32)
+    chunk_seq = torch.repeat_interleave(torch.arange(len(chunks), dtype=torch.int32), chunks)
+    on_device = (t.to(device) for t in (seq_start, chunk_start, chunk_seq))
+    return ChunkTable(len(chunks), len(chunk_seq), *on_device)

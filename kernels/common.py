@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 SMALLEST_LOG_DECAY = -800.0  # exp of it is 0 even in fp64, and a chunk of them keeps some digits in fp32
@@ -73,10 +74,34 @@ def start_state(initial: Tensor | None, shape: Sequence[int], like: Tensor) -> T
     return initial.to(like.dtype)
 
 
-def store_in_place(targets: Sequence[Tensor] | None, values: Sequence[Tensor]) -> None:
-    """Write new states over the tensors that the caller gave as initial state."""
-    if targets is None:
-        raise ValueError("inplace=True needs an initial_state to write to")
+def read_slots(state: Tensor | None, slots: Tensor | None) -> Tensor | None:
+    """Return the states [N,...] that slots [N] name in a pool of them; a row without one (-1) reads any."""
+    return state if slots is None or state is None else state[slots.clamp_min(0)]
+
+
+def store_slots(targets: Sequence[Tensor] | None, slots: Tensor | None, values: Sequence[Tensor], inplace: bool) -> Any:
+    """Return the new states: values themselves, written over targets when in place, in their slots when there are."""
+    if targets is None and (inplace or slots is not None):
+        raise ValueError("inplace=True and state_indices need an initial_state to write to")
+    if targets is None or not (inplace or slots is not None):
+        return tuple(values)
     with torch.no_grad():
-        for target, value in zip(targets, values, strict=True):
-            target.copy_(value)
+        out = tuple(targets) if inplace else tuple(t.clone() for t in targets)
+        for target, value in zip(out, values, strict=True):
+            if slots is None:
+                target.copy_(value)
+            else:
+                target[slots[slots >= 0]] = value[slots >= 0].to(target.dtype)
+    return out
+
+
+def decay_of(logits: Tensor, decay_gate: tuple[Tensor, Tensor]) -> Tensor:
+    """Return -exp(A_log) softplus(logits + dt_bias) for decay_gate = (A_log, dt_bias), in fp32 or better."""
+    a_log, dt_bias = decay_gate
+    dtype = compute_dtype(logits)
+    return -a_log.to(dtype).exp() * F.softplus(logits.to(dtype) + dt_bias.to(dtype))
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Say whether autograd records an operation on these tensors."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

@@ -129,16 +129,15 @@ def recurrent_gka_kernel(
             tl.store(u_out + at, u, mask=inside)
             out = tl.sum(u * mixed[:, None], 0)
             tl.store(o + gate * DV + c, out.to(o.dtype.element_ty), mask=in_v)
-    if PACKED:
-        if first == end:  # a row without tokens keeps its state
-            tl.store(h_out + gram_at, gram, mask=mask)
-            for block in tl.static_range(0, DV, BV):
-                c = block + tl.arange(0, BV)
-                at, inside = d[:, None] * DV + c[None, :], in_d[:, None] & (c < DV)[None, :]
-                u = tl.zeros([BD, BV], tl.float32)
-                if HAS_STATE:
-                    u = tl.load(u_in + at, mask=inside, other=0.0)
-                tl.store(u_out + at, u, mask=inside)
+    if PACKED and first == end:  # a row without tokens keeps its state
+        tl.store(h_out + gram_at, gram, mask=mask)
+        for block in tl.static_range(0, DV, BV):
+            c = block + tl.arange(0, BV)
+            at, inside = d[:, None] * DV + c[None, :], in_d[:, None] & (c < DV)[None, :]
+            u = tl.zeros([BD, BV], tl.float32)
+            if HAS_STATE:
+                u = tl.load(u_in + at, mask=inside, other=0.0)
+            tl.store(u_out + at, u, mask=inside)
 
 
 def recurrent_gka_triton(

@@ -20,8 +20,10 @@ def without_autocast(form: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(form)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        first = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        with torch.autocast(first.device.type, enabled=False):
+        kind = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)).device.type
+        if not torch.is_autocast_enabled(kind):
+            return form(*args, **kwargs)
+        with torch.autocast(kind, enabled=False):
             return form(*args, **kwargs)
 
     return run

@@ -54,15 +54,25 @@ def _machine_obstacle(device: torch.device) -> str | None:
         return None
     if device.type != "cuda" or torch.version.hip:
         return f"the Triton kernels run on NVIDIA GPUs, and this is {'ROCm' if torch.version.hip else device.type}"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
-        return f"the Triton kernels need compute capability 8.0, and this GPU has {capability[0]}.{capability[1]}"
+    if capability(device) < (8, 0):
+        return "the Triton kernels need compute capability 8.0, and this GPU has {}.{}".format(*capability(device))
     return None
 
 
 @cache
 def _warn(reason: str) -> None:
     warnings.warn(f"hybridize runs on its slower torch engine: {reason}.", stacklevel=3)
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return a GPU's compute capability, (0, 0) for anything else."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def padded(width: int) -> int:
+    """Return the tile that holds width channels: the next power of two, at least the 16 that tensor cores need."""
+    return max(16, 1 << (width - 1).bit_length())
 
 
 _fitting: dict[tuple[Any, ...], int] = {}
@@ -78,26 +88,32 @@ def launch(
     """Run a kernel with the first configuration that the GPU has shared memory and registers for, and remember it.
 
     A configuration is tile sizes with num_warps and num_stages, the fastest first; one that does not fit is refused
-    before it runs, so nothing is written twice. RuntimeError when none fits.
+    before it runs, so nothing is written twice. The first argument is a tensor. RuntimeError when none fits.
     """
     if interpreted():
-        kernel[grid](*args, **constants, **configs[0])
+        tiles = {name: x for name, x in configs[0].items() if name.isupper()}
+        kernel[grid](*args, **constants, **tiles)
+        return
+    device = args[0].device
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch(kernel, grid, configs, *args, **constants)
+        return
+    key = (id(kernel), device.index, *constants.values())
+    first = _fitting.get(key)
+    if first is not None:
+        kernel[grid](*args, **constants, **configs[first])
         return
     from triton.runtime.errors import OutOfResources
 
-    device = next(a.device for a in args if isinstance(a, Tensor))
-    key = (kernel.fn.__name__, device, tuple(sorted(constants.items())), tuple(tuple(c.items()) for c in configs))
     refusal: Exception | None = None
-    with torch.cuda.device(device):
-        for n in range(_fitting.get(key, 0), len(configs)):
-            try:
-                kernel[grid](*args, **constants, **configs[n])
-            except OutOfResources as error:
-                refusal = error
-                continue
-            _fitting[key] = n
-            return
+    for n, config in enumerate(configs):
+        try:
+            kernel[grid](*args, **constants, **config)
+        except OutOfResources as error:
+            refusal = error
+            continue
+        _fitting[key] = n
+        return
     name = torch.cuda.get_device_name(device)
-    raise RuntimeError(
-        f"{kernel.fn.__name__} does not fit on {name} ({refusal}); set HYBRIDIZE_ENGINE=torch"
-    ) from refusal
+    raise RuntimeError(f"A kernel does not fit on {name} ({refusal}); set HYBRIDIZE_ENGINE=torch.") from refusal

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridize.kernels.decode import Rows, lined, new_state, read_gate, row_tokens, softplus
-from hybridize.kernels.engine import launch
+from hybridize.kernels.engine import launch, padded
 
 CONFIGS = ({"BV": 32, "num_warps": 1}, {"BV": 16, "num_warps": 1})
 
@@ -89,7 +89,7 @@ def recurrent_gdn(
         CONFIGS,
         q, k, v, g, beta, o, old, new, rows.slots, rows.starts, a_log, dt_bias, scale, rows.tokens,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        H=heads, GROUP=heads // k.shape[2], D=dim, DV=width, BD=triton.next_power_of_2(dim),
+        H=heads, GROUP=heads // k.shape[2], D=dim, DV=width, BD=padded(dim),
         PACKED=rows.starts is not None, SLOTS=rows.slots is not None, HAS_STATE=old is not None,
         LOGITS=decay_gate is not None,
     )  # fmt: skip

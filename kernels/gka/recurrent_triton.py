@@ -6,10 +6,16 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridize.kernels.decode import Rows, lined, new_state, read_gate, row_tokens, softplus
-from hybridize.kernels.engine import interpreted, launch
+from hybridize.kernels.engine import capability, launch, padded
 from hybridize.kernels.gka.inputs import EPS, GkaState, smallest_norm
 
-CONFIGS = ({"BV": 64, "num_warps": 4},)
+# One thread for every column. With 168 registers a multiprocessor holds three programs of 128 threads.
+CONFIGS = {
+    16: ({"num_warps": 1},),
+    32: ({"num_warps": 1},),
+    64: ({"num_warps": 2},),
+    128: ({"num_warps": 4, "maxnreg": 168},),
+}
 
 
 @triton.jit
@@ -38,24 +44,35 @@ def read_unit(pointer, d, in_d, eps):
 def solve(gram, query, ridge, smallest, NUM_ITERS: tl.constexpr):
     """Solve (H + ridge ||H|| I) x = query by NUM_ITERS Chebyshev steps, as chebyshev() in naive.py; H = 0 gives 0."""
     # Scaled by the largest entry, so that no square underflows.
-    size = tl.max(tl.max(tl.abs(gram), 0), 0)
+    size = tl.max(tl.max(tl.abs(gram), 1), 0)
     scaled = gram * (1 / tl.where(size > 0, size, 1.0))
-    norm = size * tl.sqrt(tl.sum(tl.sum(scaled * scaled, 0), 0))
+    norm = size * tl.sqrt(tl.sum(tl.sum(scaled * scaled, 1), 0))
     inverse = tl.where(norm > smallest, 1 / tl.where(norm > smallest, norm, 1.0), 0.0)
+    BD: tl.constexpr = query.shape[0]
     step = 2 / (1 + 2 * ridge)
     quarter = 1 / ((1 + 2 * ridge) * (1 + 2 * ridge) * 4)
-    # Vectors are rows [1, D] of the matrix's own layout: one exchange of x through shared memory per step.
-    rhs = step * query[None, :]
+    # Vectors are columns [D, 1] of the matrix's own layout, one entry a thread: x is exchanged once per step.
+    rhs = step * query[:, None]
     before, x, omega = tl.zeros_like(rhs), rhs, 2.0
     for _ in range(NUM_ITERS):
         omega = 1 / (1 - quarter * omega)
-        # H is symmetric, and a sum over rows needs no exchange between the threads of a warp.
-        product = tl.sum(gram * tl.trans(x), 0)[None, :]
-        target = rhs + (1 - step * ridge) * x - (step * inverse) * product
+        # Four sums side by side, because each addition waits for the one before it.
+        sums = tl.sum(tl.reshape(gram * tl.trans(x), [BD, BD // 4, 4]), 1)
+        target = rhs + (1 - step * ridge) * x - (step * inverse) * tl.sum(sums, 1)[:, None]
         target = before + omega * (target - before)
         before = x
         x = target
     return tl.reshape(x * inverse, query.shape)
+
+
+@triton.jit
+def by_column(rows, columns, WIDTH: tl.constexpr):
+    """Offsets [columns, rows] into a matrix with rows of WIDTH numbers: every thread gets whole columns of it.
+
+    So products with the matrix from the left need no exchange between threads, and neighbouring threads still read
+    neighbouring numbers. Without the hint Triton would give a thread four neighbouring numbers instead.
+    """
+    return tl.max_contiguous(rows[None, :] * WIDTH + columns[:, None], [1, 1])
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -63,9 +80,9 @@ def recurrent_gka_kernel(
     q, k, v, g, beta, alpha, o, h_in, u_in, h_out, u_out, slots, starts, a_log, dt_bias,
     scale, ridge, eps, smallest, T,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     NUM_ITERS: tl.constexpr, ONE: tl.constexpr, PACKED: tl.constexpr, SLOTS: tl.constexpr, HAS_STATE: tl.constexpr,
-    LOGITS: tl.constexpr, PREFETCH: tl.constexpr, BV: tl.constexpr,
+    LOGITS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """One program: one head of one row. ONE: every row has one token, and no loop holds registers for the next."""
     head = tl.program_id(0)
@@ -75,16 +92,17 @@ def recurrent_gka_kernel(
         slot = tl.load(slots + n)
         if slot < 0:
             return
-    d = tl.arange(0, BD)
-    in_d = d < D
-    gram_at, mask = d[:, None] * D + d[None, :], in_d[:, None] & in_d[None, :]
+    d, c = tl.arange(0, BD), tl.arange(0, BV)
+    in_d, in_v = d < D, c < DV
+    gram_at, gram_mask = by_column(d, d, D), in_d[None, :] & in_d[:, None]
+    u_at, u_mask = by_column(d, c, DV), in_d[None, :] & in_v[:, None]
     h_out += (slot * H + h) * D * D
     u_out += (slot * H + h) * D * DV
     gram = tl.zeros([BD, BD], tl.float32)
     if HAS_STATE:
         h_in += (slot * H + h) * D * D
         u_in += (slot * H + h) * D * DV
-        gram = tl.load(h_in + gram_at, mask=mask, other=0.0)
+        gram = tl.load(h_in + gram_at, mask=gram_mask, other=0.0)  # symmetric: its columns are its rows
         if PREFETCH:
             prefetch(u_in, D, DV)
     b, first, end = row_tokens(starts, n, T, PACKED)
@@ -107,37 +125,30 @@ def recurrent_gka_kernel(
         key = read_unit(k + t * k_t, d, in_d, eps)
         gram = gram * decay + (key * (write * write))[:, None] * key[None, :]
         if ONE or t == end - 1:
-            tl.store(h_out + gram_at, gram, mask=mask)
+            tl.store(h_out + gram_at, gram, mask=gram_mask)
         mixed = query
         if NUM_ITERS > 0:
             mixed += read_gate(alpha, gate, LOGITS) * (solve(gram, query, ridge, smallest, NUM_ITERS) - query)
         mixed *= scale
         # Read again, so that the solve need not hold it in registers.
         key = read_unit(k + t * k_t, d, in_d, eps) * (write * write)
-        for block in tl.static_range(0, DV, BV):
-            c = block + tl.arange(0, BV)
-            in_v = c < DV
-            at, inside = d[:, None] * DV + c[None, :], in_d[:, None] & in_v[None, :]
-            value = tl.load(v + t * v_t + c, mask=in_v, other=0.0).to(tl.float32)
-            u = key[:, None] * value[None, :]
-            if HAS_STATE and ONE:
-                u += decay * tl.load(u_in + at, mask=inside, other=0.0)
-            elif HAS_STATE:
-                u += decay * tl.load(tl.where(t > first, u_out, u_in) + at, mask=inside, other=0.0)
-            elif t > first:
-                u += decay * tl.load(u_out + at, mask=inside, other=0.0)
-            tl.store(u_out + at, u, mask=inside)
-            out = tl.sum(u * mixed[:, None], 0)
-            tl.store(o + gate * DV + c, out.to(o.dtype.element_ty), mask=in_v)
+        value = tl.load(v + t * v_t + c, mask=in_v, other=0.0).to(tl.float32)
+        u = value[:, None] * key[None, :]
+        if HAS_STATE and ONE:
+            u += decay * tl.load(u_in + u_at, mask=u_mask, other=0.0)
+        elif HAS_STATE:
+            u += decay * tl.load(tl.where(t > first, u_out, u_in) + u_at, mask=u_mask, other=0.0)
+        elif t > first:
+            u += decay * tl.load(u_out + u_at, mask=u_mask, other=0.0)
+        tl.store(u_out + u_at, u, mask=u_mask)
+        out = tl.sum(u * mixed[None, :], 1)
+        tl.store(o + gate * DV + c, out.to(o.dtype.element_ty), mask=in_v)
     if PACKED and first == end:  # a row without tokens keeps its state
-        tl.store(h_out + gram_at, gram, mask=mask)
-        for block in tl.static_range(0, DV, BV):
-            c = block + tl.arange(0, BV)
-            at, inside = d[:, None] * DV + c[None, :], in_d[:, None] & (c < DV)[None, :]
-            u = tl.zeros([BD, BV], tl.float32)
-            if HAS_STATE:
-                u = tl.load(u_in + at, mask=inside, other=0.0)
-            tl.store(u_out + at, u, mask=inside)
+        tl.store(h_out + gram_at, gram, mask=gram_mask)
+        u = tl.zeros([BV, BD], tl.float32)
+        if HAS_STATE:
+            u = tl.load(u_in + u_at, mask=u_mask, other=0.0)
+        tl.store(u_out + u_at, u, mask=u_mask)
 
 
 def recurrent_gka_triton(
@@ -161,23 +172,24 @@ def recurrent_gka_triton(
     q, k, v, g, beta, alpha = lined(q), lined(k), lined(v), g.contiguous(), beta.contiguous(), alpha.contiguous()
     heads, dim = q.shape[2:]
     width = v.shape[-1]
+    block = padded(dim)
     rows = Rows(q, cu_seqlens, state_indices)
     h_old, u_old = initial_state or (None, None)
     h_old, h_new = new_state(h_old, (heads, dim, dim), rows, q, inplace)
     u_old, u_new = new_state(u_old, (heads, dim, width), rows, q, inplace)
     o = torch.empty((*q.shape[:3], width), dtype=q.dtype, device=q.device)
     a_log, dt_bias = decay_gate or (None, None)
-    prefetches = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0) and width % 4 == 0
+    prefetches = capability(q.device) >= (9, 0) and width % 4 == 0
     launch(
         recurrent_gka_kernel,
         lambda meta: (rows.count * heads,),
-        CONFIGS,
+        CONFIGS[block],
         q, k, v, g, beta, alpha, o, h_old, u_old, h_new, u_new, rows.slots, rows.starts, a_log, dt_bias,
         scale, ridge, EPS, smallest_norm(torch.float32), rows.tokens,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        H=heads, GROUP=heads // k.shape[2], D=dim, DV=width, BD=triton.next_power_of_2(dim),
+        H=heads, GROUP=heads // k.shape[2], D=dim, DV=width, BD=block, BV=padded(width),
         NUM_ITERS=num_iters, ONE=rows.tokens == 1 and rows.starts is None, PACKED=rows.starts is not None,
         SLOTS=rows.slots is not None,
-        HAS_STATE=h_old is not None, LOGITS=decay_gate is not None, PREFETCH=prefetches and not interpreted(),
+        HAS_STATE=h_old is not None, LOGITS=decay_gate is not None, PREFETCH=prefetches,
     )  # fmt: skip
     return o, (h_new, u_new)

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridize.kernels.decode import Rows, lined, new_state, row_tokens, softplus
-from hybridize.kernels.engine import launch
+from hybridize.kernels.engine import launch, padded
 
 CONFIGS = ({"BP": 16, "num_warps": 1}, {"BP": 8, "num_warps": 1})
 
@@ -82,7 +82,7 @@ def recurrent_ssd_triton(
         CONFIGS,
         x, dt, A, B, C, D, y, old, new, rows.slots, rows.starts, dt_bias, rows.tokens,
         *x.stride()[:3], *B.stride()[:3], *C.stride()[:3],
-        H=heads, GROUP=heads // B.shape[2], P=width, N=dim, BN=triton.next_power_of_2(dim),
+        H=heads, GROUP=heads // B.shape[2], P=width, N=dim, BN=padded(dim),
         PACKED=rows.starts is not None, SLOTS=rows.slots is not None, HAS_STATE=old is not None,
         SKIP=D is not None, LOGITS=dt_bias is not None,
     )  # fmt: skip

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridize.kernels.short_conv import short_conv
-from hybridize.mixers.tokens import State, TokenLayout
+from hybridize.mixers.tokens import State, TokenLayout, inert
 
 GATE_AT_ONE = 1.2784645427610738  # silu(x) = 1
 
@@ -121,7 +121,7 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def gates(self, hidden_states: Tensor) -> State:
-        """The per-token gates that `mix` needs, fp32 [B, T, H]; a gate that is 0 leaves the state as it is."""
+        """The logits [B, T, H] of the gates that `mix` opens."""
         raise NotImplementedError
 
     def readout(self, o: Tensor, hidden_states: Tensor) -> Tensor:
@@ -248,13 +248,21 @@ class StateSpaceMixer(Mixer):
         self.A_log.copy_((rate / dt).log())
         self.dt_bias.fill_(dt + math.log(-math.expm1(-dt)))  # softplus inverse
 
-    def timestep(self, hidden_states: Tensor) -> Tensor:
-        """softplus(a_proj(x) + dt_bias), fp32 [B, T, H]."""
-        return F.softplus(self.a_proj(hidden_states).float() + self.dt_bias)
+    def gates(self, hidden_states: Tensor) -> State:
+        return {"a": self.a_proj(hidden_states)}
 
-    def decay(self) -> Tensor:
-        """-exp(A_log), fp32 [H]: what a timestep is multiplied with to give the log decay."""
-        return -self.A_log.float().exp()
+    @property
+    def decay_gate(self) -> tuple[Tensor, Tensor]:
+        """(A_log, dt_bias) [H]: what turns the logit `a` into a log decay, -exp(A_log) softplus(a + dt_bias)."""
+        return self.A_log, self.dt_bias
+
+    def timestep(self, inputs: State, lengths: Tensor | None) -> Tensor:
+        """softplus(a + dt_bias), fp32 [B, T, H]; 0 behind each row's `lengths` tokens, so that they decay nothing."""
+        return inert(F.softplus(inputs["a"].float() + self.dt_bias), lengths)
+
+    def log_decay(self, inputs: State, lengths: Tensor | None) -> Tensor:
+        """-exp(A_log) times the timestep, fp32 [B, T, H]."""
+        return -self.A_log.float().exp() * self.timestep(inputs, lengths)
 
     def convolve(
         self, inputs: State, state: State | None, lengths: Tensor | None, cu_seqlens: Tensor | None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hybridize.kernels.gdn import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from hybridize.mixers.base import StateSpaceMixer
-from hybridize.mixers.tokens import State
+from hybridize.mixers.tokens import State, inert
 
 
 class GDNMixer(StateSpaceMixer):
@@ -28,25 +28,20 @@ class GDNMixer(StateSpaceMixer):
         self.b_proj.bias.zero_()
 
     def gates(self, hidden_states: Tensor) -> State:
-        return {
-            "g": self.decay() * self.timestep(hidden_states),
-            "beta": self.b_proj(hidden_states).float().sigmoid(),
-        }
+        return {**super().gates(hidden_states), "beta": self.b_proj(hidden_states)}
 
     def mix(
         self, inputs: State, state: State | None, lengths: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, State]:
         q, k, v, new = self.convolve(inputs, state, lengths, cu_seqlens)
+        options = {"initial_state": None if state is None else state["S"], "cu_seqlens": cu_seqlens}
+        if q.shape[1] == 1 and lengths is None:
+            a, beta = inputs["a"], inputs["beta"]
+            o, new["S"] = recurrent_gated_delta_rule(q, k, v, a, beta, decay_gate=self.decay_gate, **options)
+            return o, new
         kernel = recurrent_gated_delta_rule if q.shape[1] == 1 else chunk_gated_delta_rule
-        o, new["S"] = kernel(
-            q,
-            k,
-            v,
-            inputs["g"],
-            inputs["beta"],
-            initial_state=None if state is None else state["S"],
-            cu_seqlens=cu_seqlens,
-        )
+        beta = inert(inputs["beta"].float().sigmoid(), lengths)
+        o, new["S"] = kernel(q, k, v, self.log_decay(inputs, lengths), beta, **options)
         return o, new
 
     def state_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:

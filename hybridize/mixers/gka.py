@@ -35,28 +35,32 @@ class GKAMixer(StateSpaceMixer):
             gate.bias.zero_()
 
     def gates(self, hidden_states: Tensor) -> State:
-        return {
-            "g": self.decay() * self.timestep(hidden_states),
-            "beta": self.b_proj(hidden_states).float().sigmoid(),
-            "alpha": self.alpha_proj(hidden_states).float().sigmoid(),
-        }
+        beta, alpha = self.b_proj(hidden_states), self.alpha_proj(hidden_states)
+        return {**super().gates(hidden_states), "beta": beta, "alpha": alpha}
 
     def mix(
         self, inputs: State, state: State | None, lengths: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, State]:
         q, k, v, new = self.convolve(inputs, state, lengths, cu_seqlens)
+        options = {
+            "ridge": self.settings["ridge"],
+            "num_iters": self.settings["num_iters"],
+            "initial_state": None if state is None else (state["H"], state["U"]),
+            "cu_seqlens": cu_seqlens,
+        }
+        if q.shape[1] == 1 and lengths is None:
+            a, beta, alpha = inputs["a"], inputs["beta"], inputs["alpha"]
+            o, (new["H"], new["U"]) = recurrent_gka(q, k, v, a, beta, alpha, decay_gate=self.decay_gate, **options)
+            return o, new
         kernel = recurrent_gka if q.shape[1] == 1 else chunk_gka
         o, (new["H"], new["U"]) = kernel(
             q,
-            inert(k, lengths),  # beta = 0 is not enough: GKA scales by beta + 1e-6
+            inert(k, lengths),  # a write gate of 0 is not enough: GKA scales by beta + 1e-6
             inert(v, lengths),
-            inputs["g"],
-            inputs["beta"],
-            inputs["alpha"],
-            ridge=self.settings["ridge"],
-            num_iters=self.settings["num_iters"],
-            initial_state=None if state is None else (state["H"], state["U"]),
-            cu_seqlens=cu_seqlens,
+            self.log_decay(inputs, lengths),
+            inputs["beta"].float().sigmoid(),
+            inputs["alpha"].float().sigmoid(),
+            **options,
         )
         return o, new
 

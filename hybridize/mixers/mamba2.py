@@ -33,26 +33,23 @@ class Mamba2Mixer(StateSpaceMixer):
         # The published start, 1, drowns the state: attention has no such direct path from a value to its own output.
         self.D.zero_()
 
-    def gates(self, hidden_states: Tensor) -> State:
-        return {"dt": self.timestep(hidden_states)}
-
     def mix(
         self, inputs: State, state: State | None, lengths: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, State]:
         q, k, v, new = self.convolve(inputs, state, lengths, cu_seqlens)
         if self.settings["qk_l2norm"]:
             q, k = (F.normalize(x.float(), dim=-1, eps=1e-6).to(x.dtype) for x in (q, k))
+        x, B, rate = expand_heads(v, self.heads), expand_heads(k, self.heads), -self.A_log.float().exp()
+        options = {
+            "D": self.D.float(),
+            "initial_state": None if state is None else state["h"],
+            "cu_seqlens": cu_seqlens,
+        }
+        if q.shape[1] == 1 and lengths is None:
+            o, new["h"] = recurrent_ssd(x, inputs["a"], rate, B, q, dt_bias=self.dt_bias, **options)
+            return o, new
         kernel = recurrent_ssd if q.shape[1] == 1 else chunk_ssd
-        o, new["h"] = kernel(
-            expand_heads(v, self.heads),
-            inputs["dt"],
-            self.decay(),
-            expand_heads(k, self.heads),
-            q,
-            D=self.D.float(),
-            initial_state=None if state is None else state["h"],
-            cu_seqlens=cu_seqlens,
-        )
+        o, new["h"] = kernel(x, self.timestep(inputs, lengths), rate, B, q, **options)
         return o, new
 
     def state_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:

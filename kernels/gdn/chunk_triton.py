@@ -13,6 +13,25 @@ from hybridize.kernels.gdn import triton_backward, triton_forward
 from hybridize.kernels.varlen import ChunkTable, chunk_table
 
 CHUNK = 64
+# (Block of value channels, warps, stages) for 16-bit inputs and for fp32 ones, whose tiles take twice the space.
+CONFIGS = {
+    "prepare": ((64, 4, 1),),
+    "scan": ((64, 4, 3), (64, 4, 2), (32, 4, 2), (16, 4, 1)),
+    "read_out": ((64, 4, 2), (32, 4, 1)),
+    "query_gradients": ((64, 8, 1), (32, 8, 1)),
+    "scan_back": ((64, 4, 2), (32, 4, 2), (16, 4, 1)),
+    "system_gradients": ((64, 8, 1), (32, 8, 1)),
+    "key_gradients": ((64, 8, 1), (32, 8, 1)),
+}
+WIDE = {
+    "prepare": ((32, 8, 1),),
+    "scan": ((16, 4, 2), (16, 4, 1)),
+    "read_out": ((32, 8, 1),),
+    "query_gradients": ((32, 8, 1),),
+    "scan_back": ((16, 4, 1),),
+    "system_gradients": ((32, 8, 1),),
+    "key_gradients": ((32, 8, 1),),
+}
 
 
 class Plan(NamedTuple):
@@ -28,8 +47,14 @@ class Plan(NamedTuple):
         """Return [chunks,H,*tile], not initialised."""
         return like.new_empty(self.table.chunks, self.heads, *tile)
 
-    def launch(self, kernel: Any, configs: list[dict[str, Any]], *args: Any, **constants: Any) -> None:
+    def configs(self, *choices: tuple[int, int, int]) -> list[dict[str, Any]]:
+        """Return configurations of (block of value channels, warps, stages)."""
+        width = self.constants["BV"]
+        return [{"TILE": min(width, t), "num_warps": warps, "num_stages": stages} for t, warps, stages in choices]
+
+    def launch(self, kernel: Any, *args: Any, **constants: Any) -> None:
         """Run a kernel that has one program per chunk and head."""
+        configs = self.configs(*(WIDE if self.wide else CONFIGS)[kernel.fn.__name__])
         table, programs = self.table, self.table.chunks * self.heads
         tables = (table.seq_start, table.chunk_start, table.chunk_seq)
         sizes = (self.heads, self.key_heads)
@@ -38,8 +63,7 @@ class Plan(NamedTuple):
     def launch_scan(self, kernel: Any, *args: Any) -> None:
         """Run a kernel that has one program per sequence, head and block of value channels."""
         table, states, width = self.table, self.table.sequences * self.heads, self.constants["BV"]
-        tiles = ((16, 4, 2), (16, 4, 1)) if self.wide else ((64, 4, 3), (64, 4, 2), (32, 4, 2), (16, 4, 1))
-        configs = [{"TILE": min(width, t), "num_warps": warps, "num_stages": stages} for t, warps, stages in tiles]
+        configs = self.configs(*(WIDE if self.wide else CONFIGS)[kernel.fn.__name__])
         tables, sizes = (table.seq_start, table.chunk_start), (self.heads, self.key_heads)
         grid = lambda meta: (states * (width // meta["TILE"]),)
         launch(kernel, grid, configs, *args, *tables, *sizes, **self.constants)
@@ -54,11 +78,6 @@ def plan(q: Tensor, k: Tensor, v: Tensor, table: ChunkTable) -> Plan:
     return Plan(table, q.shape[2], k.shape[2], constants, wide)
 
 
-def per_chunk(warps: int) -> list[dict[str, Any]]:
-    """Return the configuration of a kernel that has nothing to tile."""
-    return [{"num_warps": warps, "num_stages": 1}]
-
-
 def prepare(
     p: Plan, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, inverses: Tensor | None, solve: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,15 +86,15 @@ def prepare(
     scalars = p.scratch(g, 4, CHUNK)
     flags = {"SOLVE": solve, "KEEP": inverses is not None, "LOWEST": SMALLEST_LOG_DECAY}
     args = (k, v, g, beta, inverses, w, u, scalars)
-    p.launch(triton_forward.prepare, per_chunk(8 if p.wide else 4), *args, **flags)
+    p.launch(triton_forward.prepare, *args, **flags)
     return w, u, scalars
 
 
 def scan(
     p: Plan, k: Tensor, w: Tensor, u: Tensor, scalars: Tensor, initial: Tensor | None, corrected: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Fill corrected, which may be u, with V'; return the states before each chunk and the final ones."""
-    starts = p.scratch(k, p.constants["BV"], p.constants["BK"])
+    """Fill corrected, which may be u, with V'; return the states around each chunk and the final ones."""
+    starts = k.new_empty(p.table.chunks + p.table.sequences, p.heads, p.constants["BV"], p.constants["BK"])
     final = scalars.new_empty(p.table.sequences, p.heads, p.constants["DK"], p.constants["DV"])
     p.launch_scan(triton_forward.scan, k, w, u, scalars, initial, starts, corrected, final)
     return starts, final
@@ -92,9 +111,7 @@ class _GatedDelta(torch.autograd.Function):
         w, u, scalars = prepare(p, k, v, g, beta, inverses, solve=True)
         starts, final = scan(p, k, w, u, scalars, initial, corrected=u)
         o = q.new_empty(*q.shape[:3], v.shape[3])
-        tiles = ((32, 8, 1), (16, 8, 1)) if p.wide else ((64, 4, 2), (32, 4, 1))
-        configs = [{"TILE": min(p.constants["BV"], t), "num_warps": w, "num_stages": s} for t, w, s in tiles]
-        p.launch(triton_forward.read_out, configs, q, k, scalars, starts, u, o, scale)
+        p.launch(triton_forward.read_out, q, k, scalars, starts, u, o, scale)
         if keep:
             ctx.save_for_backward(q, k, v, g, beta, initial, inverses)
         ctx.scale, ctx.table = scale, table
@@ -113,21 +130,23 @@ class _GatedDelta(torch.autograd.Function):
 
         d_q, d_gate, d_scores = torch.empty_like(q), p.scratch(g, CHUNK), p.scratch(q, CHUNK, CHUNK)
         d_local, reads = torch.empty_like(u), p.scratch(q, CHUNK, bk)
-        args = (q, k, d_o, scalars, starts, corrected, d_q, d_gate, d_scores, d_local, reads)
-        p.launch(triton_backward.query_gradients, per_chunk(8 if p.wide else 4), *args, ctx.scale)
+        inputs = (q, k, d_o, scalars, starts, corrected)
+        p.launch(triton_backward.query_gradients, *inputs, d_q, d_gate, d_scores, d_local, reads, ctx.scale)
 
         d_after, d_corrected = p.scratch(q, bv, bk), torch.empty_like(u)
         d_initial = None if initial is None else torch.empty_like(initial)
-        args = (k, d_o, w, reads, scalars, d_local, d_final, d_after, d_corrected, d_initial)
-        p.launch_scan(triton_backward.scan_back, *args)
+        inputs = (k, d_o, w, reads, scalars, d_local)
+        p.launch_scan(triton_backward.scan_back, *inputs, d_final, d_after, d_corrected, d_initial)
 
+        # These two are per query head; the heads that share a key head are summed at the end.
         d_k, d_v = k.new_empty(*q.shape), v.new_empty(*q.shape[:3], v.shape[3])
         d_g, d_beta = torch.empty_like(g), torch.empty_like(beta)
-        d_system, d_grown = torch.empty_like(d_scores), torch.empty_like(w)
-        args = (k, v, beta, scalars, inverses, w, u, starts, d_corrected, d_v, d_beta, d_system, d_grown)
-        p.launch(triton_backward.system_gradients, per_chunk(8 if p.wide else 4), *args)
-        args = (q, k, g, beta, scalars, starts, corrected, d_after, d_scores, d_system, d_grown, d_gate, d_k, d_g)
-        p.launch(triton_backward.key_gradients, per_chunk(8 if p.wide else 4), *args, LOWEST=SMALLEST_LOG_DECAY)
+        d_system, d_grown, d_gate_key = torch.empty_like(d_scores), torch.empty_like(w), torch.empty_like(d_gate)
+        passed = (d_system, d_grown, d_gate_key)
+        system = (k, v, beta, scalars, inverses, w, u, starts, d_corrected)
+        p.launch(triton_backward.system_gradients, *system, d_v, d_beta, *passed)
+        keys = (q, k, g, beta, scalars, starts, corrected, d_after, d_scores, *passed, d_gate)
+        p.launch(triton_backward.key_gradients, *keys, d_k, d_g, LOWEST=SMALLEST_LOG_DECAY)
         d_k, d_v = (sum_groups(x, p.key_heads) for x in (d_k, d_v))
         return d_q, d_k, d_v, d_g, d_beta, d_initial, None, None, None
 

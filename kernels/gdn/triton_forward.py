@@ -1,10 +1,11 @@
 """The gated delta rule's forward kernels: the system of each chunk, the pass over the states, and the output.
 
-They work on chunks of C tokens. G is the running sum of the log decays inside a chunk, E_ij = exp(G_i - G_j), and k and q
-stand for the normalised vectors; their normalisation is a scalar a token, which the kernels multiply into small matrices.
-Tiles that only kernels read are stored transposed where a dot wants them so, padded to the power of two above the head's
-width, with zeros behind the last token: w [chunks,H,C,BK], u and V' [chunks,H,BV,C], states [chunks,H,BV,BK], and the
-scalars of a chunk [chunks,H,4,C]: G as two fp32 summands, exp(G_C - G) / |k|, and 1 / |k|.
+They work on chunks of C tokens. G is the running sum of the log decays inside a chunk and E_ij = exp(G_i - G_j). In the
+formulas q and k are normalised; the normalisation is a scalar a token, multiplied into small matrices.
+Tiles that only kernels read are stored transposed where a dot wants them so, padded to the power of two above the
+head's width, with zeros behind the last token: w [chunks,H,C,BK], u and V' [chunks,H,BV,C], and a chunk's scalars
+[chunks,H,4,C]: G as two fp32 summands, exp(G_C - G) / |k|, and 1 / |k|. The states [chunks+N,H,BV,BK] are those before
+each chunk and, behind those of its sequence, the one after the last.
 """
 
 import triton
@@ -13,30 +14,34 @@ import triton.language as tl
 
 @triton.jit
 def locate(c, seq_start, chunk_start, chunk_seq, C: tl.constexpr):
-    """Return the first token of chunk c and how many tokens are left of its sequence."""
+    """Return the sequence of chunk c, the chunk's first token, and how many tokens are left of the sequence."""
     n = tl.load(chunk_seq + c)
     first = tl.load(seq_start + n) + (c - tl.load(chunk_start + n)).to(tl.int64) * C
-    return first, tl.load(seq_start + n + 1) - first
+    return n, first, tl.load(seq_start + n + 1) - first
 
 
 @triton.jit
-def load_rows(x, first, left, stride, head, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr):
-    """Return [C,BD] of one head of x [tokens,stride,D], zero outside of the sequence and of the head."""
-    i, d = tl.arange(0, C)[:, None], tl.arange(0, BD)[None, :]
+def in_rows(first, left, stride, head, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, at):
+    """Return offsets into x [tokens,stride,D] of C tokens of one head, BD channels from at, and which of them exist."""
+    i, d = tl.arange(0, C)[:, None], at + tl.arange(0, BD)[None, :]
     inside = i < left
-    if BD != D:
+    if BD > D or D & (D - 1):
         inside = inside & (d < D)
-    return tl.load(x + (first * stride + head) * D + i * (stride * D) + d, mask=inside, other=0.0)
+    return (first * stride + head) * D + (i * (stride * D) + d), inside
 
 
 @triton.jit
-def store_rows(x, rows, first, left, stride, head, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr):
-    """Write [C,BD] to one head of x [tokens,stride,D]."""
-    i, d = tl.arange(0, C)[:, None], tl.arange(0, BD)[None, :]
-    inside = i < left
-    if BD != D:
-        inside = inside & (d < D)
-    tl.store(x + (first * stride + head) * D + i * (stride * D) + d, rows.to(x.dtype.element_ty), mask=inside)
+def load_rows(x, first, left, stride, head, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, at=0):
+    """Return those values, with zeros for what does not exist."""
+    offsets, inside = in_rows(first, left, stride, head, D, BD, C, at)
+    return tl.load(x + offsets, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_rows(x, rows, first, left, stride, head, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, at=0):
+    """Write those values."""
+    offsets, inside = in_rows(first, left, stride, head, D, BD, C, at)
+    tl.store(x + offsets, rows.to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -83,9 +88,9 @@ def join_blocks(x, a, i, j, size: tl.constexpr, PRECISION: tl.constexpr):
 def inverse(a, C: tl.constexpr, PRECISION: tl.constexpr):
     """Return (I + a)^-1 of a strictly lower triangular a [C,C] in fp32.
 
-    With X the inverses of the diagonal blocks of size b, those of size 2b are X - X a' X, where a' is a inside the larger
-    blocks and outside of the smaller ones. Every step is as stable as forward substitution. Blocks of 16 fit one
-    tensor-core instruction, so the first steps work on the diagonal alone.
+    With X the inverses of the diagonal blocks of size b, those of size 2b are X - X a' X, where a' is a inside the
+    larger blocks and outside of the smaller ones. Every step is as stable as forward substitution. The first steps work
+    on the diagonal alone, whose blocks of 16 fit a tensor-core instruction.
     """
     S: tl.constexpr = 16
     N: tl.constexpr = C // S
@@ -106,12 +111,12 @@ def inverse(a, C: tl.constexpr, PRECISION: tl.constexpr):
 def prepare(
     k, v, g, beta, inverses, w, u, scalars, seq_start, chunk_start, chunk_seq, H, HK,
     SOLVE: tl.constexpr, KEEP: tl.constexpr, LOWEST: tl.constexpr, PRECISION: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Per chunk and head: T = (I + tril(b k.k E, -1))^-1 (solved for, or read back), w = T (b e^G k), u = T (b v)."""
     pid = tl.program_id(0).to(tl.int64)
     c, h = pid // H, pid % H
-    first, left = locate(c, seq_start, chunk_start, chunk_seq, C)
+    _, first, left = locate(c, seq_start, chunk_start, chunk_seq, C)
     i = tl.arange(0, C)
     at = first * H + h + i * H
     decay = tl.maximum(tl.load(g + at, mask=i < left, other=0.0), LOWEST, propagate_nan=tl.PropagateNan.ALL)
@@ -137,9 +142,11 @@ def prepare(
         t = load_tile(inverses, pid, C, C).to(tl.float32)
     read = (t * (b * norm * tl.exp(hi))[None, :]).to(keys.dtype)
     store_tile(w, tl.dot(read, keys, input_precision=PRECISION), pid, C, BK)
-    values = load_rows(v, first, left, HK, h // (H // HK), DV, BV, C)
-    write = (t * b[None, :]).to(keys.dtype)
-    store_tile(u, tl.dot(tl.trans(values), tl.trans(write), input_precision=PRECISION), pid, BV, C)
+    write = tl.trans((t * b[None, :]).to(keys.dtype))
+    for block in range(0, BV // TILE):
+        values = load_rows(v, first, left, HK, h // (H // HK), DV, TILE, C, block * TILE)
+        out = tl.dot(tl.trans(values), write, input_precision=PRECISION)
+        store_tile(u, out, pid * (BV // TILE) + block, TILE, C)
 
 
 @triton.jit
@@ -155,23 +162,25 @@ def scan(
     """
     pid = tl.program_id(0).to(tl.int64)
     blocks = BV // TILE
-    row, first_channel = pid // blocks, (pid % blocks) * TILE
+    row, first_channel = pid // blocks, (pid % blocks).to(tl.int32) * TILE
     n, h = row // H, row % H
     i = tl.arange(0, C)
     channel, key = first_channel + tl.arange(0, TILE)[:, None], tl.arange(0, BK)[None, :]
     inside = (channel < DV) & (key < DK)
-    in_state = row * (DK * DV) + key * DV + channel
+    in_state = row * (DK * DV) + (key * DV + channel)
     if initial is None:
         state = tl.zeros([TILE, BK], tl.float32)
     else:
         state = tl.load(initial + in_state, mask=inside, other=0.0)
     begin, end = tl.load(seq_start + n), tl.load(seq_start + n + 1)
     start = tl.load(chunk_start + n)
+    in_starts = channel * BK + key
     for step in range(0, tl.load(chunk_start + n + 1) - start):
         chunk = (start.to(tl.int64) + step) * H + h
         first = begin + step * C
-        in_tile = chunk * (BV * C) + channel * C + i[None, :]
-        tl.store(starts + chunk * (BV * BK) + channel * BK + key, state.to(starts.dtype.element_ty))
+        in_tile = chunk * (BV * C) + (channel * C + i[None, :])
+        before = starts + ((start.to(tl.int64) + n + step) * H + h) * (BV * BK)
+        tl.store(before + in_starts, state.to(starts.dtype.element_ty))
         reads = load_tile(w, chunk, C, BK)
         keys = load_rows(k, first, end - first, HK, h // (H // HK), DK, BK, C)
         new = tl.load(u + in_tile).to(tl.float32)
@@ -180,6 +189,8 @@ def scan(
         kept = tl.load(scalars + chunk * (4 * C) + 2 * C + i)
         state *= tl.exp(tl.load(scalars + chunk * (4 * C) + C - 1))
         state = tl.dot((new * kept[None, :]).to(keys.dtype), keys, state, input_precision=PRECISION)
+    after = starts + ((tl.load(chunk_start + n + 1) + n) * H + h) * (BV * BK)
+    tl.store(after + in_starts, state.to(starts.dtype.element_ty))
     tl.store(final + in_state, state, mask=inside)
 
 
@@ -192,7 +203,7 @@ def read_out(
     """Per chunk and head: o = scale (e^G q S + tril(q.k E) V'), in blocks of TILE value channels."""
     pid = tl.program_id(0).to(tl.int64)
     c, h = pid // H, pid % H
-    first, left = locate(c, seq_start, chunk_start, chunk_seq, C)
+    n, first, left = locate(c, seq_start, chunk_start, chunk_seq, C)
     i = tl.arange(0, C)
     own = scalars + pid * (4 * C) + i
     hi, lo, norm = tl.load(own), tl.load(own + C), tl.load(own + 3 * C)
@@ -203,15 +214,9 @@ def read_out(
     scores *= weight[:, None] * norm[None, :] * decay_matrix(hi, lo, C)
     scores = scores.to(queries.dtype)
     weight *= tl.exp(hi)
-    channel, key = tl.arange(0, TILE), tl.arange(0, BK)
-    for at in range(0, BV, TILE):
-        here = at + channel
-        state = tl.load(starts + pid * (BV * BK) + here[:, None] * BK + key[None, :])
-        new = tl.load(corrected + pid * (BV * C) + here[:, None] * C + i[None, :])
+    for block in range(0, BV // TILE):
+        state = load_tile(starts, (pid + n * H) * (BV // TILE) + block, TILE, BK)
+        new = load_tile(corrected, pid * (BV // TILE) + block, TILE, C)
         out = tl.dot(queries, tl.trans(state), input_precision=PRECISION) * weight[:, None]
         out = tl.dot(scores, tl.trans(new), out, input_precision=PRECISION)
-        inside = (i < left)[:, None]
-        if BV != DV:
-            inside = inside & (here < DV)[None, :]
-        to = o + (first * H + h) * DV + i[:, None] * (H * DV) + here[None, :]
-        tl.store(to, out.to(o.dtype.element_ty), mask=inside)
+        store_rows(o, out, first, left, H, h, DV, TILE, C, block * TILE)

@@ -87,9 +87,13 @@ def scan_back(
     begin, end = tl.load(seq_start + n), tl.load(seq_start + n + 1)
     chunks = tl.load(chunk_start + n + 1) - tl.load(chunk_start + n)
     stop = tl.load(chunk_start + n + 1).to(tl.int64)
+    decay = scalars + ((stop - 1) * H + h) * (4 * C) + C - 1
+    coming = tl.load(decay, mask=chunks > 0, other=0.0)
     for step in range(0, chunks):
         chunk = (stop - 1 - step) * H + h
         first = begin + (chunks - 1 - step) * C
+        decay -= H * (4 * C)
+        passing, coming = coming, tl.load(decay, mask=step + 1 < chunks, other=0.0)
         in_tile = chunk * (BV * C) + (channel * C + i[None, :])
         tl.store(d_after + chunk * (BV * BK) + (channel * BK + key), d_state.to(d_after.dtype.element_ty))
         keys = load_rows(k, first, end - first, HK, h // (H // HK), DK, BK, C)
@@ -100,7 +104,7 @@ def scan_back(
         d_new = tl.dot(d_state.to(keys.dtype), tl.trans(keys), input_precision=PRECISION) * kept[None, :]
         d_new += tl.load(d_local + in_tile).to(tl.float32)
         tl.store(d_corrected + in_tile, d_new.to(d_corrected.dtype.element_ty))
-        d_state *= tl.exp(tl.load(scalars + chunk * (4 * C) + C - 1))
+        d_state *= tl.exp(passing)
         d_state = tl.dot(tl.trans(given), queries, d_state, input_precision=PRECISION)
         d_state = tl.dot((-d_new).to(writes.dtype), writes, d_state, input_precision=PRECISION)
     if d_initial is not None:

@@ -174,10 +174,15 @@ def scan(
         state = tl.load(initial + in_state, mask=inside, other=0.0)
     begin, end = tl.load(seq_start + n), tl.load(seq_start + n + 1)
     start = tl.load(chunk_start + n)
+    chunks = tl.load(chunk_start + n + 1) - start
     in_starts = channel * BK + key
-    for step in range(0, tl.load(chunk_start + n + 1) - start):
+    decay = scalars + (start.to(tl.int64) * H + h) * (4 * C) + C - 1
+    coming = tl.load(decay, mask=chunks > 0, other=0.0)  # one step early, as a scalar's load is not pipelined
+    for step in range(0, chunks):
         chunk = (start.to(tl.int64) + step) * H + h
         first = begin + step * C
+        decay += H * (4 * C)
+        passing, coming = coming, tl.load(decay, mask=step + 1 < chunks, other=0.0)
         in_tile = chunk * (BV * C) + (channel * C + i[None, :])
         before = starts + ((start.to(tl.int64) + n + step) * H + h) * (BV * BK)
         tl.store(before + in_starts, state.to(starts.dtype.element_ty))
@@ -187,9 +192,9 @@ def scan(
         new -= tl.dot(state.to(reads.dtype), tl.trans(reads), input_precision=PRECISION)
         tl.store(corrected + in_tile, new.to(corrected.dtype.element_ty))
         kept = tl.load(scalars + chunk * (4 * C) + 2 * C + i)
-        state *= tl.exp(tl.load(scalars + chunk * (4 * C) + C - 1))
+        state *= tl.exp(passing)
         state = tl.dot((new * kept[None, :]).to(keys.dtype), keys, state, input_precision=PRECISION)
-    after = starts + ((tl.load(chunk_start + n + 1) + n) * H + h) * (BV * BK)
+    after = starts + ((start + chunks + n) * H + h) * (BV * BK)
     tl.store(after + in_starts, state.to(starts.dtype.element_ty))
     tl.store(final + in_state, state, mask=inside)
 

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from hybridize.kernels.common import cast, start_state, without_autocast
 from hybridize.kernels.decay.chunk import decay_factors, grouped_matmul, read_out, scale_heads
+from hybridize.kernels.engine import uses_triton
 from hybridize.kernels.gdn.inputs import check_gdn, unit
 from hybridize.kernels.varlen import ChunkLayout
 
@@ -94,11 +95,35 @@ def chunk_gated_delta_rule(
     output_final_state: bool = True,
     chunk_size: int = 64,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what naive_gated_delta_rule returns, differentiable in every input and the state, memory linear in T."""
+    """Return what naive_gated_delta_rule returns, differentiable in every input and the state, memory linear in T.
+
+    chunk_size is that of the torch form; the Triton kernels have their own.
+    """
     check_gdn(q, k, v, g, beta)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    if uses_triton(q, q.shape[3], v.shape[3]):
+        from hybridize.kernels.gdn import chunk_triton
+
+        o, final = chunk_triton.chunk_gated_delta_rule(q, k, v, g, beta, scale, initial_state, cu_seqlens)
+    else:
+        o, final = torch_chunk_gated_delta_rule(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size)
+    return o, final if output_final_state else None
+
+
+def torch_chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Return (o, S) of checked inputs."""
     layout = ChunkLayout(q, chunk_size, cu_seqlens)
     dtype, (heads, dim) = q.dtype, q.shape[2:]
-    scale = dim**-0.5 if scale is None else scale
     q, k, v, g, beta = (layout.pack(t) for t in cast(q, k, v, g, beta))
     q, k = unit(q) * scale, unit(k)
     start = layout.sort(start_state(initial_state, (layout.sequences, heads, dim, v.shape[-1]), q))
@@ -110,4 +135,4 @@ def chunk_gated_delta_rule(
     kept = scale_heads(k.transpose(-1, -2).contiguous(), e[..., -1:, :])
     values, starts, final = _ScanDelta.apply(u, w, kept, d[..., -1], start, layout.counts)
     o = layout.unpack(read_out(q, k, values, e, d, starts)).to(dtype)
-    return o, layout.unsort(final) if output_final_state else None
+    return o, layout.unsort(final)

@@ -1,5 +1,6 @@
 """Linear attention with a scalar decay per head on Triton; chunk.py has the formulas."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridize.kernels.common import SMALLEST_LOG_DECAY, group_size
+from hybridize.kernels.decay.triton_backward import gradient_kernel
 from hybridize.kernels.decay.triton_kernels import gate_kernel, output_kernel, scan_kernel
 from hybridize.kernels.engine import launch
 from hybridize.kernels.varlen import ChunkTable
@@ -157,6 +159,51 @@ def output(
     return o
 
 
+def gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    w: Tensor,
+    d_o: Tensor,
+    skip: Tensor | None,
+    gates: Gates,
+    states: Tensor,
+    d_states: Tensor,
+    table: ChunkTable,
+    scale: float,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, k, v, g, w and skip from the states before and their gradients after each chunk."""
+    (q, stride_q), (k, stride_k), (v, stride_v) = token_stride(q), token_stride(k), token_stride(v)
+    d_o, stride_do = token_stride(d_o)
+    heads, width, v_width = states.shape[1:]
+    groups = [group_size(heads, x.shape[2]) for x in (q, k, v)]
+    dq, dk, dv, dg, dw = (torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (q, k, v, g, w))
+    d_skip = None if skip is None else skip.new_empty(table.chunks, heads, dtype=torch.float32)
+    group = math.lcm(*groups)
+    launch(
+        gradient_kernel,
+        lambda meta: (table.chunks * (heads // group),),
+        [{"num_warps": 8, "num_stages": 1}],
+        *(q, k, v, g, w, d_o, skip, gates.c, gates.lead, states, d_states, dq, dk, dv, dg, dw, d_skip),
+        *(table.seq_start, table.chunk_start, table.chunk_seq, stride_q, stride_k, stride_v, stride_do, scale),
+        H=heads,
+        GROUP=group,
+        GROUP_Q=groups[0],
+        GROUP_K=groups[1],
+        GROUP_V=groups[2],
+        K=width,
+        V=v_width,
+        CHUNK=CHUNK,
+        FLOOR=SMALLEST_LOG_DECAY,
+        PRECISION=precision(q),
+        SKIP=skip is not None,
+        BK=block(width),
+        BV=block(v_width),
+    )
+    return dq, dk, dv, dg, dw, None if skip is None or d_skip is None else d_skip.sum(0).to(skip.dtype)
+
+
 def chunk_states(
     k: Tensor,
     v: Tensor,
@@ -223,4 +270,21 @@ class _DecayAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
-        raise NotImplementedError
+        q, k, v, g, w, initial, skip = ctx.saved_tensors
+        table, scale, value_major = ctx.table, ctx.scale, ctx.value_major
+        heads = g.shape[2]
+        first = initial.mT if value_major and initial is not None else initial
+        if d_o is None:
+            d_o = q.new_zeros(*q.shape[:2], heads, v.shape[3])
+        if d_final is not None and value_major:
+            d_final = d_final.mT
+        gates = prepare_gates(g, w, table, scale)
+        # Both ends of the scans are states of this shape; only the reverse scan's end is a result.
+        d_first = empty_state(table, heads, k.shape[3], v.shape[3], value_major, q.device)
+        states = scan(k, v, gates.kept, gates.c, first, d_first, table, state_dtype(q))
+        d_states = scan(q, d_o, gates.lead, gates.c, d_final, d_first, table, state_dtype(q), reverse=True)
+        dq, dk, dv, dg, dw, d_skip = gradients(q, k, v, g, w, d_o, skip, gates, states, d_states, table, scale)
+        d_initial = None
+        if initial is not None:
+            d_initial = (d_first.mT if value_major else d_first).to(initial.dtype)
+        return dq, dk, dv, dg, dw, d_initial, None, None, None, d_skip

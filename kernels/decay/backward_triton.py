@@ -45,7 +45,7 @@ def gradients(
         gate_gradient_kernel,
         lambda meta: (table.chunks, triton.cdiv(heads, meta["BH"])),
         [{"BH": 4, "num_warps": 4}],
-        *(g, w, gates.c, gates.lead, pairs.d_weight, pairs.d_sums, read, written, products, dg, dw),
+        *(g, w, gates.c, gates.lead, pairs.d_weight, pairs.d_gate, read, written, products, dg, dw),
         *(table.seq_start, table.chunk_start, table.chunk_seq),
         H=heads,
         PARTS=parts,
@@ -61,7 +61,7 @@ class Pairs(NamedTuple):
     scores: Tensor
     d_scores: Tensor
     d_weight: Tensor
-    d_sums: Tensor
+    d_gate: Tensor
     d_skip: Tensor  # [chunks,H]
 
 
@@ -71,13 +71,13 @@ def _pairs(
     (q, stride_q), (k, stride_k), (v, stride_v), (d_o, stride_do) = (token_stride(x) for x in (q, k, v, d_o))
     heads = w.shape[2]
     scores, d_scores = q.new_empty(2, table.chunks, heads, CHUNK, CHUNK)
-    d_weight, d_sums = w.new_empty(2, table.chunks, heads, CHUNK)
+    d_weight, d_gate = w.new_empty(2, table.chunks, heads, CHUNK)
     d_skip = w.new_empty(table.chunks, heads)
     launch(
         pair_kernel,
         lambda meta: (table.chunks * heads,),
         [{"num_warps": 4, "num_stages": 1}],
-        *(q, k, v, w, d_o, gates.c, scores, d_scores, d_weight, d_sums, d_skip),
+        *(q, k, v, w, d_o, gates.c, scores, d_scores, d_weight, d_gate, d_skip),
         *(table.seq_start, table.chunk_start, table.chunk_seq, stride_q, stride_k, stride_v, stride_do, scale),
         H=heads,
         GROUP_Q=group_size(heads, q.shape[2]),
@@ -91,7 +91,7 @@ def _pairs(
         BK=block(k.shape[3]),
         BV=block(v.shape[3]),
     )
-    return Pairs(scores, d_scores, d_weight, d_sums, d_skip)
+    return Pairs(scores, d_scores, d_weight, d_gate, d_skip)
 
 
 def _channels(width: int) -> int:

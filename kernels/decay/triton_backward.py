@@ -76,11 +76,10 @@ def pair_kernel(
     tl.store(d_scores + target, (b * e).to(d_scores.dtype.element_ty))
     a *= weight[:, None]
     tl.store(scores + target, a.to(scores.dtype.element_ty))
-    # Sums over the reads from t on, then over the writes before it: a gate that forgets all gets no noise, as it would
-    # from a difference of sums. A product with ones is faster than cumsum.
-    ones = tl.where(at[:, None] >= at[None, :], 1.0, 0.0)
-    later = tl.dot(a * b, ones, input_precision="tf32x3")
-    tl.store(d_gate + gates, tl.sum(tl.where(at[None, :] > at[:, None], later, 0.0), 0))
+    # The gate after i scales what reads after i take of writes up to i. Sums of just these terms leave no noise at a
+    # gate that forgets all, as differences of sums would.
+    earlier = tl.cumsum(a * b, 0)
+    tl.store(d_gate + gates, tl.sum(tl.where(at[None, :] > at[:, None], earlier, 0.0), 1))
 
 
 @triton.jit
@@ -209,7 +208,7 @@ def gate_gradient_kernel(
     reads *= tl.load(lead + padded, mask=inside, other=0.0)
     weight_before = tl.load(w + tokens - H, mask=mask & before, other=0.0)
     earlier = taken_before * weight_before * tl.exp((last[None, :] - sums_before).to(tl.float32))
-    total = tl.load(d_gate + padded, mask=inside, other=0.0) + (across * tl.exp(last.to(tl.float32)))[None, :]
+    total = tl.load(d_gate + padded - 1, mask=before, other=0.0) + (across * tl.exp(last.to(tl.float32)))[None, :]
     total += tl.cumsum(reads, 0, reverse=True) + tl.cumsum(earlier, 0)
     gate = tl.load(g + tokens, mask=mask, other=0.0)
     tl.store(dg + tokens, tl.where(gate >= FLOOR, total, 0.0), mask=mask)

@@ -7,10 +7,12 @@ import triton
 from torch import Tensor
 
 from hybridize.kernels.common import SMALLEST_LOG_DECAY, group_size
-from hybridize.kernels.decay.forward_triton import CHUNK, Gates, block, precision, token_stride
+from hybridize.kernels.decay.forward_triton import CHUNK, Config, Gates, block, precision, token_stride
 from hybridize.kernels.decay.triton_backward import gate_gradient_kernel, gradient_kernel, pair_kernel
 from hybridize.kernels.engine import launch
 from hybridize.kernels.varlen import ChunkTable
+
+PAIR_CONFIGS: list[Config] = [{"num_warps": 4, "num_stages": 1}]
 
 
 def gradients(
@@ -32,7 +34,7 @@ def gradients(
     pairs = _pairs(q, k, v, w, d_o, skip is not None, gates, table, scale)
     key_major, value_major = (v_width, 1), (1, v_width)
     by_write, by_read = (CHUNK, 1), (1, CHUNK)
-    parts = triton.cdiv(width, _channels(width))
+    parts = triton.cdiv(width, channels_of(q, width))
     read, written = states.new_empty(2, parts, table.chunks, heads, CHUNK, dtype=torch.float32)
     products = read.new_empty(parts, table.chunks, heads)
     dq, dk, dv, dg, dw = (torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (q, k, v, g, w))
@@ -76,7 +78,7 @@ def _pairs(
     launch(
         pair_kernel,
         lambda meta: (table.chunks * heads,),
-        [{"num_warps": 4, "num_stages": 1}],
+        PAIR_CONFIGS,
         *(q, k, v, w, d_o, gates.c, scores, d_scores, d_weight, d_gate, d_skip),
         *(table.seq_start, table.chunk_start, table.chunk_seq, stride_q, stride_k, stride_v, stride_do, scale),
         H=heads,
@@ -94,9 +96,15 @@ def _pairs(
     return Pairs(scores, d_scores, d_weight, d_gate, d_skip)
 
 
-def _channels(width: int) -> int:
+def channels_of(x: Tensor, width: int) -> int:
     """Return how many channels of a gradient a program writes."""
-    return min(64, block(width))
+    return min(32 if x.dtype == torch.float32 else 64, block(width))
+
+
+def gradient_configs(x: Tensor) -> list[Config]:
+    """Return pipelined configurations first; 16-bit tiles fit the registers of 4 warps when the states are too."""
+    warps = 4 if x.dtype == torch.bfloat16 else 8
+    return [{"num_warps": warps, "num_stages": stages} for stages in ((1,) if x.dtype == torch.float32 else (2, 1))]
 
 
 def _channel_gradients(
@@ -117,12 +125,12 @@ def _channel_gradients(
 ) -> None:
     """Fill out, the gradient of own, as gradient_kernel says."""
     (own, stride_own), (x, stride_x), (u, stride_u) = token_stride(own), token_stride(x), token_stride(u)
-    heads, width, channels = factor.shape[1], x.shape[3], _channels(out.shape[3])
+    heads, width, channels = factor.shape[1], x.shape[3], channels_of(x, out.shape[3])
     group = group_size(heads, out.shape[2])
     launch(
         gradient_kernel,
         lambda meta: (table.chunks * (heads // group) * triton.cdiv(out.shape[3], channels),),
-        [{"num_warps": 4, "num_stages": stages} for stages in (2, 1)],
+        gradient_configs(x),
         *(x, y, z, u, other, own, factor, skip, out, row_sums, products),
         *(table.seq_start, table.chunk_start, table.chunk_seq, stride_x, stride_u, stride_own),
         H=heads,

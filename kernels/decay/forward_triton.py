@@ -117,6 +117,14 @@ def empty_state(table: ChunkTable, heads: int, k: int, v: int, value_major: bool
     return state.mT if value_major else state
 
 
+def output_configs(x: Tensor, width: int) -> list[Config]:
+    """Return blocks of v's channels; fp32 tiles and products take more of everything."""
+    if x.dtype == torch.float32:
+        return [{"BV": min(32, block(width)), "num_warps": 8, "num_stages": 1}]
+    narrow = {"BV": min(64, block(width)), "num_warps": 4, "num_stages": 1}
+    return [{**narrow, "BV": block(width)}, narrow] if x.dtype == torch.bfloat16 else [narrow]
+
+
 def output(
     q: Tensor,
     k: Tensor,
@@ -132,14 +140,10 @@ def output(
     (q, stride_q), (k, stride_k), (v, stride_v) = token_stride(q), token_stride(k), token_stride(v)
     heads, width, v_width = states.shape[1:]
     o = torch.empty(*q.shape[:2], heads, v_width, device=q.device, dtype=q.dtype)
-    narrow, wide = min(64, block(v_width)), block(v_width)
     launch(
         output_kernel,
         lambda meta: (table.chunks * heads * triton.cdiv(v_width, meta["BV"]),),
-        [
-            {"BV": wide, "num_warps": 4, "num_stages": 1},
-            {"BV": narrow, "num_warps": 4, "num_stages": 1},
-        ],
+        output_configs(q, v_width),
         *(q, k, v, w, skip, gates.c, gates.lead, states, o),
         *(table.seq_start, table.chunk_start, table.chunk_seq, stride_q, stride_k, stride_v, scale),
         H=heads,

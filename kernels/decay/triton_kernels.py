@@ -72,7 +72,8 @@ def gate_kernel(
     first, end = chunk_tokens(m, seq_start, chunk_start, chunk_seq, CHUNK)
     mask = (first + at < end)[:, None] & (heads < H)[None, :]
     source = (first + at)[:, None] * H + heads[None, :]
-    decay = tl.maximum(tl.load(g + source, mask=mask, other=0.0), FLOOR).to(tl.float64)
+    decay = tl.load(g + source, mask=mask, other=0.0)
+    decay = tl.where(decay < FLOOR, FLOOR, decay).to(tl.float64)  # NaN stays, which maximum would hide
     sums = tl.cumsum(decay, 0)
     rest = (tl.sum(decay, 0)[None, :] - sums).to(tl.float32)
     weight = tl.load(w + source, mask=mask, other=0.0)

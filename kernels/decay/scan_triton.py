@@ -1,0 +1,97 @@
+"""Linear attention with a scalar decay per head on Triton; chunk.py has the formulas."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hybridize.kernels.decay.backward_triton import gradients
+from hybridize.kernels.decay.forward_triton import empty_state, output, prepare_gates, scan, state_dtype
+from hybridize.kernels.varlen import ChunkTable
+
+
+def chunk_states(
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    w: Tensor,
+    initial_state: Tensor | None,
+    table: ChunkTable,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Return the states [chunks,H,K,V] before each chunk of 64 in dtype, and the last ones [N,H,K,V] in fp32."""
+    g, w = g.contiguous(), w.contiguous()
+    final = empty_state(table, g.shape[2], k.shape[3], v.shape[3], False, k.device)
+    gates = prepare_gates(g, w, table, 1.0)
+    return scan(k, v, gates.kept, gates.c, initial_state, final, table, dtype), final
+
+
+def decay_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    w: Tensor,
+    initial_state: Tensor | None,
+    table: ChunkTable,
+    scale: float,
+    value_major: bool = False,
+    skip: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return o [B,T,H,V] = scale S^T q + skip v, and the last states fp32 [N,H,K,V], or [N,H,V,K] when value_major.
+
+    S_t = e^(g_t) S_{t-1} + w_t k_t v_t^T; g and w fp32 [B,T,H]; q, k and v may have fewer heads; skip [H] or None.
+    """
+    return _DecayAttention.apply(q, k, v, g, w, initial_state, table, scale, value_major, skip)
+
+
+class _DecayAttention(torch.autograd.Function):
+    """Saves the inputs only: the states between chunks are cheaper to make again than to keep."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        w: Tensor,
+        initial: Tensor | None,
+        table: ChunkTable,
+        scale: float,
+        value_major: bool,
+        skip: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        g, w = g.contiguous(), w.contiguous()
+        heads, device = g.shape[2], q.device
+        first = initial.mT if value_major and initial is not None else initial
+        final = empty_state(table, heads, k.shape[3], v.shape[3], value_major, device)
+        gates = prepare_gates(g, w, table, scale)
+        states = scan(k, v, gates.kept, gates.c, first, final, table, state_dtype(q))
+        ctx.save_for_backward(q, k, v, g, w, initial, skip)
+        ctx.table, ctx.scale, ctx.value_major = table, scale, value_major
+        ctx.set_materialize_grads(False)
+        return output(q, k, v, w, skip, gates, states, table, scale), final.mT if value_major else final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, g, w, initial, skip = ctx.saved_tensors
+        table, scale, value_major = ctx.table, ctx.scale, ctx.value_major
+        heads = g.shape[2]
+        first = initial.mT if value_major and initial is not None else initial
+        if d_o is None:
+            d_o = q.new_zeros(*q.shape[:2], heads, v.shape[3])
+        if d_final is not None and value_major:
+            d_final = d_final.mT
+        gates = prepare_gates(g, w, table, scale)
+        # Both ends of the scans are states of this shape; only the reverse scan's end is a result.
+        d_first = empty_state(table, heads, k.shape[3], v.shape[3], value_major, q.device)
+        states = scan(k, v, gates.kept, gates.c, first, d_first, table, state_dtype(q))
+        d_states = scan(q, d_o, gates.lead, gates.c, d_final, d_first, table, state_dtype(q), reverse=True)
+        dq, dk, dv, dg, dw, d_skip = gradients(q, k, v, g, w, d_o, skip, gates, states, d_states, table, scale)
+        d_initial = None
+        if initial is not None:
+            d_initial = (d_first.mT if value_major else d_first).to(initial.dtype)
+        return dq, dk, dv, dg, dw, d_initial, None, None, None, d_skip

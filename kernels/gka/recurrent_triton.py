@@ -9,12 +9,12 @@ from hybridize.kernels.decode import Rows, lined, new_state, read_gate, row_toke
 from hybridize.kernels.engine import capability, launch, padded
 from hybridize.kernels.gka.inputs import EPS, GkaState, smallest_norm
 
-# One thread for every column. With 168 registers a multiprocessor holds three programs of 128 threads.
+# One thread for every column. At 128 a thread uses 168 registers, so a multiprocessor holds three programs.
 CONFIGS = {
     16: ({"num_warps": 1},),
     32: ({"num_warps": 1},),
     64: ({"num_warps": 2},),
-    128: ({"num_warps": 4, "maxnreg": 168},),
+    128: ({"num_warps": 4},),
 }
 
 
@@ -34,10 +34,16 @@ def prefetch(state, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def read_unit(pointer, d, in_d, eps):
-    """Read a vector [D] and divide it by its norm."""
+def read_vector(pointer, d, in_d, eps):
+    """Read a vector [D]; return it and what its length is to be multiplied with."""
     x = tl.load(pointer + d, mask=in_d, other=0.0).to(tl.float32)
-    return x / (tl.sqrt(tl.sum(x * x, 0)) + eps)
+    return x, 1 / (tl.sqrt(tl.sum(x * x, 0)) + eps)
+
+
+@triton.jit
+def read_row(pointer, d, in_d):
+    """Read a vector as a row [1, D]; ".ca" is what loads do anyway, and keeps this one from being merged with another."""
+    return tl.load(pointer + d, mask=in_d, other=0.0, cache_modifier=".ca").to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -121,19 +127,22 @@ def recurrent_gka_kernel(
             log_decay = rate * softplus(log_decay + tl.load(dt_bias + h).to(tl.float32))
         decay = tl.exp(log_decay)
         write = read_gate(beta, gate, LOGITS) + eps
-        query = read_unit(q + t * q_t, d, in_d, eps)
-        key = read_unit(k + t * k_t, d, in_d, eps)
-        gram = gram * decay + (key * (write * write))[:, None] * key[None, :]
+        key, inverse = read_vector(k + t * k_t, d, in_d, eps)
+        # Read once more, because the key as a row fills registers in every thread: only from here on, and with all
+        # its factors on the one entry of the column that the thread owns.
+        row = read_row(k + t * k_t, d, in_d)
+        gram = gram * decay + (key * (write * inverse * write * inverse))[:, None] * row
+        query, unit = read_vector(q + t * q_t, d, in_d, eps)
+        query *= unit
         if ONE or t == end - 1:
             tl.store(h_out + gram_at, gram, mask=gram_mask)
         mixed = query
         if NUM_ITERS > 0:
             mixed += read_gate(alpha, gate, LOGITS) * (solve(gram, query, ridge, smallest, NUM_ITERS) - query)
         mixed *= scale
-        # Read again, so that the solve need not hold it in registers.
-        key = read_unit(k + t * k_t, d, in_d, eps) * (write * write)
-        value = tl.load(v + t * v_t + c, mask=in_v, other=0.0).to(tl.float32)
-        u = value[:, None] * key[None, :]
+        row = read_row(k + t * k_t, d, in_d)
+        value = tl.load(v + t * v_t + c, mask=in_v, other=0.0).to(tl.float32) * (write * inverse * write)
+        u = value[:, None] * row
         if HAS_STATE and ONE:
             u += decay * tl.load(u_in + u_at, mask=u_mask, other=0.0)
         elif HAS_STATE:

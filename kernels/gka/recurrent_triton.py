@@ -42,7 +42,7 @@ def read_vector(pointer, d, in_d, eps):
 
 @triton.jit
 def read_row(pointer, d, in_d):
-    """Read a vector as a row [1, D]; ".ca" is what loads do anyway, and keeps this one from being merged with another."""
+    """Read a vector as a row [1, D]; ".ca" is the default, named to keep this load from being merged with another."""
     return tl.load(pointer + d, mask=in_d, other=0.0, cache_modifier=".ca").to(tl.float32)[None, :]
 
 

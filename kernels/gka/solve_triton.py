@@ -1,0 +1,84 @@
+"""The solve of gka on Triton: from states to q + alpha (x - q), with implicit differentiation; solve.py has the formulas."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from triton import language as tl
+
+from hybridize.kernels.common import SMALLEST_LOG_DECAY, group_size
+from hybridize.kernels.decay.scan_triton import block, chunk_states, state_dtype
+from hybridize.kernels.engine import interpreted, launch
+from hybridize.kernels.gka.inputs import EPS, chebyshev_weights
+from hybridize.kernels.gka.triton_kernels import solve_kernel
+from hybridize.kernels.varlen import ChunkTable
+
+
+def _constants(q: Tensor, k: Tensor) -> dict[str, Any]:
+    """Return what all kernels are compiled for: 16-bit inputs are solved in fp16, with H and x scaled to fit it."""
+    heads, dim = q.shape[2:]
+    half = q.dtype != torch.float32
+    return {
+        "H": heads,
+        "GROUP": group_size(heads, k.shape[2]),
+        "D": dim,
+        "BD": block(dim),
+        "FLOOR": SMALLEST_LOG_DECAY,
+        "EPS": EPS,
+        "DTYPE": tl.float16 if half else tl.float32,
+        "PRECISION": "tf32" if half else "tf32x3",
+    }
+
+
+def _solve(
+    rhs: Tensor, q: Tensor, k: Tensor, gates: tuple[Tensor, Tensor, Tensor], states: Tensor, *rows: Tensor | None,
+    table: ChunkTable, ridge: float, num_iters: int, backward: bool,
+) -> None:
+    """Run solve_kernel on the chunks of all heads."""
+    step, _ = chebyshev_weights(ridge, 0)
+    constants = _constants(q, k)
+    launch(
+        solve_kernel,
+        lambda _: (table.chunks * q.shape[2],),
+        [{"num_warps": 4, "num_stages": 1}],
+        *(rhs, q, k, *gates, states, *rows, table.seq_start, table.chunk_start, table.chunk_seq),
+        *(step, 1 - step * ridge, (1 / (1 + 2 * ridge)) ** 2 / 4),
+        **constants,
+        ITERS=num_iters,
+        PACKED=constants["DTYPE"] == tl.float16 and not interpreted(),
+        BACKWARD=backward,
+    )
+
+
+class _Mix(torch.autograd.Function):
+    """q + alpha (x - q) for unit q, and the last Gram state; the states between chunks are made again by backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, g: Tensor, w: Tensor, alpha: Tensor, initial: Tensor | None, table: ChunkTable,
+        ridge: float, num_iters: int,
+    ) -> tuple[Tensor, Tensor]:
+        states, final = chunk_states(k, k, g, w, initial, table, state_dtype(q))
+        x = torch.empty_like(q, dtype=torch.float32 if q.dtype == torch.float32 else torch.float16)
+        inverse, out = torch.empty_like(g), torch.empty_like(q, dtype=k.dtype)
+        settings = {"table": table, "ridge": ridge, "num_iters": num_iters}
+        _solve(q, q, k, (g, w, alpha), states, x, inverse, out, None, None, **settings, backward=False)
+        ctx.save_for_backward(q, k, g, w, alpha, initial, x, inverse)
+        ctx.settings = settings
+        ctx.set_materialize_grads(False)
+        return out, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError
+
+
+def mix(
+    q: Tensor, k: Tensor, g: Tensor, w: Tensor, alpha: Tensor, initial: Tensor | None, table: ChunkTable, ridge: float,
+    num_iters: int,
+) -> tuple[Tensor, Tensor]:
+    """Return q/|q| + alpha (x - q/|q|) [B,T,H,D] in k's dtype and the last H [N,H,D,D]; all inputs contiguous."""
+    return _Mix.apply(q, k, g, w, alpha, initial, table, ridge, num_iters)

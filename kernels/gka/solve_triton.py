@@ -9,9 +9,10 @@ from torch.autograd.function import once_differentiable
 from triton import language as tl
 
 from hybridize.kernels.common import SMALLEST_LOG_DECAY, group_size
-from hybridize.kernels.decay.scan_triton import block, chunk_states, state_dtype
+from hybridize.kernels.decay.scan_triton import block, chunk_states, prepare_gates, scan, state_dtype
 from hybridize.kernels.engine import interpreted, launch
 from hybridize.kernels.gka.inputs import EPS, chebyshev_weights
+from hybridize.kernels.gka.triton_backward import key_gradient_kernel, reverse_scan_kernel, start_gradient_kernel
 from hybridize.kernels.gka.triton_kernels import solve_kernel
 from hybridize.kernels.varlen import ChunkTable
 
@@ -33,7 +34,7 @@ def _constants(q: Tensor, k: Tensor) -> dict[str, Any]:
 
 
 def _solve(
-    rhs: Tensor, q: Tensor, k: Tensor, gates: tuple[Tensor, Tensor, Tensor], states: Tensor, *rows: Tensor | None,
+    rhs: Tensor, d_q: Tensor | None, q: Tensor, k: Tensor, gates: tuple[Tensor, Tensor, Tensor], states: Tensor, *rows: Tensor | None,
     table: ChunkTable, ridge: float, num_iters: int, backward: bool,
 ) -> None:
     """Run solve_kernel on the chunks of all heads."""
@@ -43,7 +44,7 @@ def _solve(
         solve_kernel,
         lambda _: (table.chunks * q.shape[2],),
         [{"num_warps": 4, "num_stages": 1}],
-        *(rhs, q, k, *gates, states, *rows, table.seq_start, table.chunk_start, table.chunk_seq),
+        *(rhs, d_q, q, k, *gates, states, *rows, table.seq_start, table.chunk_start, table.chunk_seq),
         *(step, 1 - step * ridge, (1 / (1 + 2 * ridge)) ** 2 / 4),
         **constants,
         ITERS=num_iters,
@@ -64,7 +65,7 @@ class _Mix(torch.autograd.Function):
         x = torch.empty_like(q, dtype=torch.float32 if q.dtype == torch.float32 else torch.float16)
         inverse, out = torch.empty_like(g), torch.empty_like(q, dtype=k.dtype)
         settings = {"table": table, "ridge": ridge, "num_iters": num_iters}
-        _solve(q, q, k, (g, w, alpha), states, x, inverse, out, None, None, **settings, backward=False)
+        _solve(q, None, q, k, (g, w, alpha), states, x, inverse, out, None, None, **settings, backward=False)
         ctx.save_for_backward(q, k, g, w, alpha, initial, x, inverse)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
@@ -73,7 +74,46 @@ class _Mix(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
-        raise NotImplementedError
+        q, k, g, w, alpha, initial, x, inverse = ctx.saved_tensors
+        table, ridge = ctx.settings["table"], ctx.settings["ridge"]
+        heads, dim = q.shape[2:]
+        gates = prepare_gates(g, w, table, 1.0)
+        d_initial = torch.empty(table.sequences, heads, dim, dim, device=q.device, dtype=torch.float32)
+        states = scan(k, k, gates.kept, gates.c, initial, d_initial, table, state_dtype(q))
+        z, rho, d_alpha = torch.empty_like(x), torch.empty_like(g), torch.empty_like(g)
+        d_q = torch.empty_like(q)
+        d_out = torch.zeros_like(q, dtype=k.dtype) if d_out is None else d_out.contiguous()
+        rows = (x, inverse, z, d_alpha, rho)
+        _solve(d_out, d_q, q, k, (g, w, alpha), states, *rows, **ctx.settings, backward=True)
+        constants = _constants(q, k)
+        starts = (table.seq_start, table.chunk_start, table.chunk_seq)
+        d_states = torch.empty_like(states)
+        launch(
+            start_gradient_kernel,
+            lambda _: (table.chunks * heads,),
+            [{"num_warps": 8, "num_stages": 1}],
+            *(k, g, w, states, x, z, inverse, rho, d_states, *starts, ridge),
+            **constants,
+        )
+        launch(
+            reverse_scan_kernel,
+            lambda meta: (table.sequences * heads * triton.cdiv(dim * dim, meta["BLOCK"]),),
+            [{"BLOCK": min(1024, block(dim) ** 2), "num_warps": 4}],
+            *(d_states, gates.c[..., -1].exp().float(), None if d_final is None else d_final.contiguous(), d_initial),
+            table.chunk_start,
+            H=heads,
+            SIZE=dim * dim,
+            GIVEN=d_final is not None,
+        )
+        d_k, d_g, d_w = torch.empty_like(k), torch.empty_like(g), torch.empty_like(g)
+        launch(
+            key_gradient_kernel,
+            lambda _: (table.chunks * k.shape[2],),
+            [{"num_warps": 8, "num_stages": 1}],
+            *(k, g, w, states, x, z, inverse, rho, d_states, d_k, d_g, d_w, *starts, ridge),
+            **constants,
+        )
+        return d_q, d_k, d_g, d_w, d_alpha, None if initial is None else d_initial, None, None, None
 
 
 def mix(

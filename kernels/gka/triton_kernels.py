@@ -25,12 +25,19 @@ def store_rows(x, value, rows, columns, stride, end, D: tl.constexpr):
 
 
 @triton.jit
+def inverse_or_0(x):
+    """Return 1/x, and 0 where x is 0 or so small that 1/x is infinite."""
+    usable = x > 1e-37
+    return tl.where(usable, 1 / tl.where(usable, x, 1.0), 0.0)
+
+
+@triton.jit
 def lengths(x):
     """Return the lengths of the rows of x and their inverses, 0 for zero rows; no square under- or overflows."""
     largest = tl.max(tl.abs(x), 1)
-    x = x * tl.where(largest > 0, 1 / largest, 0.0)[:, None]
+    x = x * inverse_or_0(largest)[:, None]
     length = tl.sqrt(tl.sum(x * x, 1)) * largest
-    return length, tl.where(length > 0, 1 / length, 0.0)
+    return length, inverse_or_0(length)
 
 
 @triton.jit
@@ -47,9 +54,9 @@ def load_start(h, columns, D: tl.constexpr):
     mask = (columns < D)[:, None] & (columns < D)[None, :]
     start = tl.load(h + columns[:, None] * D + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(start))
-    start = start * tl.where(largest > 0, 1 / largest, 0.0)
+    start = start * inverse_or_0(largest)
     norm = tl.sqrt(tl.sum(start * start))
-    return start * tl.where(norm > 0, 1 / norm, 0.0), norm * largest
+    return start * inverse_or_0(norm), norm * largest
 
 
 @triton.jit
@@ -65,12 +72,12 @@ def decays(g, rows, end, H: tl.constexpr, FLOOR: tl.constexpr):
 def gram_norms(gram, quadratic, e, d, size, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """Return e / ||H_t||, d size / ||H_t|| and 1/||H_t|| (0 for H_t = 0) from u u^T, u^T H0 u and e = F w |k|^2."""
     largest = tl.maximum(d * size, tl.max(e, 1))
-    row = tl.where(largest > 0, 1 / largest, 0.0)
+    row = inverse_or_0(largest)
     e, d = e * row[:, None], d * size * row
     mixed = tl.dot(e.to(DTYPE), (gram * gram).to(DTYPE), input_precision=PRECISION)
     total = d * d * tl.where(size > 0, 1.0, 0.0) + 2 * d * tl.sum(e * quadratic[None, :], 1) + tl.sum(mixed * e, 1)
     root = tl.sqrt(tl.maximum(total, 0.0))
-    inverse = tl.where(root * largest > 1e-32, 1 / root, 0.0)
+    inverse = tl.where(root * largest > 1e-32, inverse_or_0(root), 0.0)
     return e * inverse[:, None], d * inverse, row * inverse
 
 
@@ -136,7 +143,8 @@ def chebyshev(
         after = pack(x, DTYPE, PACKED)
         scores = tl.dot(a, u_t, input_precision=PRECISION)
         scores = (scores * omega).to(DTYPE) * e
-        x = unpack(before, omega, PACKED) * (1 - omega) + (x * rest + unpack(rhs, omega, PACKED)) * omega
+        x = unpack(after, omega, PACKED) * rest + unpack(rhs, omega, PACKED)
+        x = unpack(before, omega, PACKED) * (1 - omega) + x * omega
         x = tl.dot(scores, u, x, input_precision=PRECISION)
         x = tl.dot(a * (row * omega).to(DTYPE)[:, None], h, x, input_precision=PRECISION)
         before = after
@@ -155,6 +163,7 @@ def unit_gradient(x, d_y, EPS: tl.constexpr):
 @triton.jit
 def solve_kernel(
     rhs,
+    d_q,
     q,
     k,
     g,
@@ -188,7 +197,7 @@ def solve_kernel(
 
     Forward: rhs is q; writes x [tokens,H,D] (times ||H||), inverse = 1/||H|| and out = q + alpha (x - q), q of unit length.
     BACKWARD: rhs is the gradient of out and the right-hand sides are alpha rhs; writes their solutions z, times ||H|| and
-    divided by the length of alpha rhs, to out, that length / ||H|| to rho, d_alpha, and the gradient of q over rhs.
+    divided by the length of alpha rhs, to out, that length / ||H|| to rho, d_alpha and d_q.
     """
     C: tl.constexpr = 64
     m = tl.program_id(0).to(tl.int64) // H
@@ -232,7 +241,7 @@ def solve_kernel(
         tl.store(d_alpha + rows * H + head, tl.sum(b * (solved - unit), 1), mask=rows < end)
         size = tl.load(rho + rows * H + head, mask=rows < end, other=0.0)
         d_unit = b * (1 - mix)[:, None] + y * size[:, None]
-        store_rows(rhs + head * D, unit_gradient(query, d_unit, EPS), rows, columns, width, end, D)
+        store_rows(d_q + head * D, unit_gradient(query, d_unit, EPS), rows, columns, width, end, D)
     else:
         store_rows(x + head * D, y, rows, columns, width, end, D)
         mixed = unit * (1 - mix)[:, None] + y * (mix * norm)[:, None]

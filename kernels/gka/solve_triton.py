@@ -34,7 +34,7 @@ def _constants(q: Tensor, k: Tensor) -> dict[str, Any]:
 
 
 def _solve(
-    rhs: Tensor, d_q: Tensor | None, q: Tensor, k: Tensor, gates: tuple[Tensor, Tensor, Tensor], states: Tensor, *rows: Tensor | None,
+    rhs: Tensor, d_q: Tensor | None, q: Tensor, k: Tensor, gates: tuple[Tensor, Tensor, Tensor], states: Tensor, sizes: Tensor, *rows: Tensor | None,
     table: ChunkTable, ridge: float, num_iters: int, backward: bool,
 ) -> None:
     """Run solve_kernel on the chunks of all heads."""
@@ -44,7 +44,7 @@ def _solve(
         solve_kernel,
         lambda _: (table.chunks * q.shape[2],),
         [{"num_warps": 4, "num_stages": 1}],
-        *(rhs, d_q, q, k, *gates, states, *rows, table.seq_start, table.chunk_start, table.chunk_seq),
+        *(rhs, d_q, q, k, *gates, states, sizes, *rows, table.seq_start, table.chunk_start, table.chunk_seq),
         *(step, 1 - step * ridge, (1 / (1 + 2 * ridge)) ** 2 / 4),
         **constants,
         ITERS=num_iters,
@@ -65,8 +65,9 @@ class _Mix(torch.autograd.Function):
         x = torch.empty_like(q, dtype=torch.float32 if q.dtype == torch.float32 else torch.float16)
         inverse, out = torch.empty_like(g), torch.empty_like(q, dtype=k.dtype)
         settings = {"table": table, "ridge": ridge, "num_iters": num_iters}
-        _solve(q, None, q, k, (g, w, alpha), states, x, inverse, out, None, None, **settings, backward=False)
-        ctx.save_for_backward(q, k, g, w, alpha, initial, x, inverse)
+        sizes = torch.empty(table.chunks, q.shape[2], device=q.device, dtype=torch.float32)
+        _solve(q, None, q, k, (g, w, alpha), states, sizes, x, inverse, out, None, None, **settings, backward=False)
+        ctx.save_for_backward(q, k, g, w, alpha, initial, x, inverse, sizes)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
         return out, final
@@ -74,7 +75,7 @@ class _Mix(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, g, w, alpha, initial, x, inverse = ctx.saved_tensors
+        q, k, g, w, alpha, initial, x, inverse, sizes = ctx.saved_tensors
         table, ridge = ctx.settings["table"], ctx.settings["ridge"]
         heads, dim = q.shape[2:]
         gates = prepare_gates(g, w, table, 1.0)
@@ -84,7 +85,7 @@ class _Mix(torch.autograd.Function):
         d_q = torch.empty_like(q)
         d_out = torch.zeros_like(q, dtype=k.dtype) if d_out is None else d_out.contiguous()
         rows = (x, inverse, z, d_alpha, rho)
-        _solve(d_out, d_q, q, k, (g, w, alpha), states, *rows, **ctx.settings, backward=True)
+        _solve(d_out, d_q, q, k, (g, w, alpha), states, sizes, *rows, **ctx.settings, backward=True)
         constants = _constants(q, k)
         starts = (table.seq_start, table.chunk_start, table.chunk_seq)
         d_states = torch.empty_like(states)
@@ -92,26 +93,32 @@ class _Mix(torch.autograd.Function):
             start_gradient_kernel,
             lambda _: (table.chunks * heads,),
             [{"num_warps": 8, "num_stages": 1}],
-            *(k, g, w, states, x, z, inverse, rho, d_states, *starts, ridge),
+            *(k, g, w, states, sizes, x, z, inverse, rho, d_states, *starts, ridge),
             **constants,
         )
+        part = min(1024, block(dim) ** 2)
+        parts = triton.next_power_of_2(triton.cdiv(dim * dim, part))
+        products, largest = (sizes.new_zeros(table.chunks, heads, parts) for _ in range(2))
         launch(
             reverse_scan_kernel,
             lambda meta: (table.sequences * heads * triton.cdiv(dim * dim, meta["BLOCK"]),),
-            [{"BLOCK": min(1024, block(dim) ** 2), "num_warps": 4}],
-            *(d_states, gates.c[..., -1].exp().float(), None if d_final is None else d_final.contiguous(), d_initial),
-            table.chunk_start,
+            [{"num_warps": 4}],
+            *(d_states, states, gates.c[..., -1].exp().float(), products, largest),
+            *(None if d_final is None else d_final.contiguous(), d_initial, table.chunk_start),
             H=heads,
             SIZE=dim * dim,
             GIVEN=d_final is not None,
+            BLOCK=part,
+            PARTS=parts,
         )
         d_k, d_g, d_w = torch.empty_like(k), torch.empty_like(g), torch.empty_like(g)
         launch(
             key_gradient_kernel,
             lambda _: (table.chunks * k.shape[2],),
             [{"num_warps": 8, "num_stages": 1}],
-            *(k, g, w, states, x, z, inverse, rho, d_states, d_k, d_g, d_w, *starts, ridge),
+            *(k, g, w, states, sizes, x, z, inverse, rho, d_states, products, largest, d_k, d_g, d_w, *starts, ridge),
             **constants,
+            PARTS=parts,
         )
         return d_q, d_k, d_g, d_w, d_alpha, None if initial is None else d_initial, None, None, None
 

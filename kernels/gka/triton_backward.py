@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from hybridize.kernels.decay.triton_kernels import chunk_tokens
-from hybridize.kernels.gka.triton_kernels import decays, inverse_or_0, load_keys, load_rows, load_start, store_rows
+from hybridize.kernels.gka.triton_kernels import decays, inverse_or_0, load_keys, load_rows, load_state, store_rows
 
 
 @triton.jit
@@ -18,6 +18,7 @@ def start_gradient_kernel(
     g,
     w,
     h,
+    sizes,
     x,
     z,
     inverse,
@@ -58,7 +59,8 @@ def start_gradient_kernel(
     total = tl.dot(tl.trans((adjoint * -kappa[:, None]).to(DTYPE)), solved.to(DTYPE), input_precision=PRECISION)
     total = tl.dot(tl.trans((keys * by_key[:, None]).to(DTYPE)), keys.to(DTYPE), total, input_precision=PRECISION)
     at = (m * H + head) * D * D
-    start, size = load_start(h + at, columns, D)
+    size = tl.load(sizes + m * H + head)
+    start = load_state(h + at, columns, D) * inverse_or_0(size)
     total = (total + start * tl.sum(along * d * size * norm, 0)) * largest
     mask = (columns < D)[:, None] & (columns < D)[None, :]
     target = d_start + at + columns[:, None] * D + columns[None, :]
@@ -68,7 +70,10 @@ def start_gradient_kernel(
 @triton.jit
 def reverse_scan_kernel(
     d_states,
+    states,
     decay,
+    products,
+    largest,
     d_final,
     d_initial,
     chunk_start,
@@ -76,10 +81,12 @@ def reverse_scan_kernel(
     SIZE: tl.constexpr,
     GIVEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Turn the gradients of the states before each chunk by its own tokens into those of the states after it.
 
     d_states [chunks,H,SIZE] in place, decay [chunks,H] over the whole chunk; d_final (if GIVEN) and d_initial [N,H,SIZE].
+    Of each block of a result, writes its product with the state before the chunk, and its largest element.
     """
     blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     pid = tl.program_id(0)
@@ -96,14 +103,18 @@ def reverse_scan_kernel(
     # The next chunk is on its way while this one is stored.
     row = (stop - 1) * H + head
     ahead = tl.load(d_states + row * SIZE + at, mask=at < tl.where(steps > 0, SIZE, 0), other=0.0)
+    start_ahead = tl.load(states + row * SIZE + at, mask=at < tl.where(steps > 0, SIZE, 0), other=0.0)
     factor_ahead = tl.load(decay + row, mask=steps > 0, other=0.0)
     for j in range(steps):
         row = (stop - 1 - j) * H + head
-        own, factor = ahead, factor_ahead
+        own, start, factor = ahead, start_ahead, factor_ahead
         more = j + 1 < steps
         ahead = tl.load(d_states + (row - H) * SIZE + at, mask=at < tl.where(more, SIZE, 0), other=0.0)
+        start_ahead = tl.load(states + (row - H) * SIZE + at, mask=at < tl.where(more, SIZE, 0), other=0.0)
         factor_ahead = tl.load(decay + row - H, mask=more, other=0.0)
         tl.store(d_states + row * SIZE + at, state.to(d_states.dtype.element_ty), mask=mask)
+        tl.store(products + row * PARTS + pid % blocks, tl.sum(state * start, 0))
+        tl.store(largest + row * PARTS + pid % blocks, tl.max(tl.abs(state), 0))
         state = own.to(tl.float32) + factor * state
     tl.store(d_initial + ends, state, mask=mask)
 
@@ -114,11 +125,14 @@ def key_gradient_kernel(
     g,
     w,
     h,
+    sizes,
     x,
     z,
     inverse,
     rho,
     d_states,
+    products,
+    largest_parts,
     d_k,
     d_g,
     d_w,
@@ -134,6 +148,7 @@ def key_gradient_kernel(
     EPS: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Write d_k of one chunk and key head, and d_g and d_w of its query heads; d_states are those after each chunk."""
     C: tl.constexpr = 64
@@ -143,12 +158,12 @@ def key_gradient_kernel(
     first, end = chunk_tokens(m, seq_start, chunk_start, chunk_seq, C)
     rows = first + tl.arange(0, C)
     columns = tl.arange(0, BD)
-    inside = (columns < D)[:, None] & (columns < D)[None, :]
     keys, length = load_keys(k + key_head * D, rows, columns, key_heads * D, end, D)
     u = keys.to(DTYPE)
     u_t = tl.trans(u)
     gram = tl.dot(u, u_t, input_precision=PRECISION)
-    is_last = tl.arange(0, C) == C - 1
+    is_last = rows == tl.minimum(first + C, end) - 1
+    earlier = rows[:, None] > rows[None, :]
     d_keys = tl.zeros([C, BD], tl.float32)
     for member in range(GROUP):
         head = key_head * GROUP + member
@@ -162,50 +177,49 @@ def key_gradient_kernel(
         f, d = decays(g + head, rows, end, H, FLOOR)
         f *= (length * length)[None, :]
         e = f * norm[:, None] * write[None, :]
-        solved = load_rows(x + head * D, rows, columns, H * D, end, D)
-        adjoint = load_rows(z + head * D, rows, columns, H * D, end, D)
-        along = -ridge * tl.sum(solved * adjoint, 1)
+        solved = load_rows(x + head * D, rows, columns, H * D, end, D).to(DTYPE)
+        adjoint = load_rows(z + head * D, rows, columns, H * D, end, D).to(DTYPE)
+        along = -ridge * tl.sum(solved.to(tl.float32) * adjoint.to(tl.float32), 1)
 
-        start, size = load_start(h + at, columns, D)
-        start = start.to(DTYPE)
+        size = tl.load(sizes + m * H + head)
+        start = (load_state(h + at, columns, D) * inverse_or_0(size)).to(DTYPE)
         row = d * size * norm
         keys_start = tl.dot(u, start, input_precision=PRECISION)
-        quadratic = tl.sum(keys_start * keys, 1)
-        through = tl.sum(tl.dot(adjoint.to(DTYPE), start, input_precision=PRECISION) * solved, 1)
+        quadratic = tl.sum(keys_start * u.to(tl.float32), 1)
+        through = tl.sum(tl.dot(adjoint, start, input_precision=PRECISION) * solved.to(tl.float32), 1)
         own = tl.where(size > 0, row, 0.0) + tl.sum(e * quadratic[None, :], 1)
         d_log = strength * row * (along * own - through)
 
-        left = tl.dot(adjoint.to(DTYPE), u_t, input_precision=PRECISION)
-        right = tl.dot(solved.to(DTYPE), u_t, input_precision=PRECISION)
+        left = tl.dot(adjoint, u_t, input_precision=PRECISION)
+        right = tl.dot(solved, u_t, input_precision=PRECISION)
         low = e.to(DTYPE)
         pairs = tl.dot(low, (gram * gram).to(DTYPE), input_precision=PRECISION)
         d_e = (along[:, None] * (row[:, None] * quadratic[None, :] + pairs) - left * right) * strength[:, None]
         d_write = tl.sum(f * norm[:, None] * d_e, 0) * largest
-        d_log = (d_log + tl.sum(e * d_e, 1)) * largest
+        d_e = tl.where(earlier, e * d_e, 0.0)  # the diagonal does not depend on g
+        d_log = (d_log + tl.sum(d_e, 1) - tl.sum(d_e, 0)) * largest
 
         weighted = e * -strength[:, None]
-        part = tl.dot(tl.trans((weighted * left).to(DTYPE)), solved.to(DTYPE), input_precision=PRECISION)
-        part = tl.dot(tl.trans((weighted * right).to(DTYPE)), adjoint.to(DTYPE), part, input_precision=PRECISION)
+        part = tl.dot(tl.trans((weighted * left).to(DTYPE)), solved, input_precision=PRECISION)
+        part = tl.dot(tl.trans((weighted * right).to(DTYPE)), adjoint, part, input_precision=PRECISION)
         along *= strength
         both = tl.dot(tl.trans(low), (e * along[:, None]).to(DTYPE), input_precision=PRECISION) * gram
         part += 2 * tl.sum(e * (along * row)[:, None], 0)[:, None] * keys_start
-        part = tl.dot((2 * both).to(DTYPE), u, part, input_precision=PRECISION) * largest
+        d_keys += tl.dot((2 * both).to(DTYPE), u, part, input_precision=PRECISION) * largest
 
         # What the state after the chunk passes on: sum_i E_Ci u_i u_i^T and d_C H_0.
-        carried = tl.load(d_states + at + columns[:, None] * D + columns[None, :], mask=inside, other=0.0)
-        carried = carried.to(tl.float32)
-        most = tl.max(tl.abs(carried))
-        carried *= inverse_or_0(most)
-        start = tl.load(h + at + columns[:, None] * D + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        decayed = tl.sum(carried * start) * most * tl.sum(tl.where(is_last, d, 0.0), 0)
-        carried = carried.to(DTYPE)
+        parts = (m * H + head) * PARTS + tl.arange(0, PARTS)
+        most = tl.max(tl.load(largest_parts + parts), 0)
+        carried = (load_state(d_states + at, columns, D) * inverse_or_0(most)).to(DTYPE)
         passed = tl.dot(u, carried, input_precision=PRECISION)
         passed = tl.dot(u, tl.trans(carried), passed, input_precision=PRECISION) * most
         kept = tl.sum(tl.where(is_last[:, None], f, 0.0), 0)
-        d_kept = kept * tl.sum(passed * keys, 1) * 0.5
+        d_kept = kept * tl.sum(passed * u.to(tl.float32), 1) * 0.5
         d_write += d_kept
-        d_keys += part + passed * (kept * write)[:, None]
-        d_log += tl.where(is_last, tl.sum(d_kept * write, 0) + decayed, 0.0) - d_write * write
+        d_keys += passed * (kept * write)[:, None]
+        d_kept = tl.where(is_last, 0.0, d_kept * write)
+        decayed = tl.sum(tl.load(products + parts), 0) * tl.sum(tl.where(is_last, d, 0.0), 0)
+        d_log += tl.where(is_last, tl.sum(d_kept, 0) + decayed, 0.0) - d_kept
 
         tl.store(d_w + gates, d_write, mask=rows < end)
         decay = tl.load(g + gates, mask=rows < end, other=0.0)

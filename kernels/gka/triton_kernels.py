@@ -7,7 +7,7 @@ of the system divided by its norm, on right-hand sides of length about 1; H0 com
 import triton
 import triton.language as tl
 
-from hybridize.kernels.decay.triton_kernels import chunk_tokens
+from hybridize.kernels.decay.triton_kernels import chunk_tokens, in_two
 
 
 @triton.jit
@@ -49,14 +49,18 @@ def load_keys(k, rows, columns, stride, end, D: tl.constexpr):
 
 
 @triton.jit
-def load_start(h, columns, D: tl.constexpr):
-    """Return the start state H0 [D,D] divided by its Frobenius norm, and the norm."""
+def load_state(h, columns, D: tl.constexpr):
+    """Return the state h [D,D] as fp32."""
     mask = (columns < D)[:, None] & (columns < D)[None, :]
-    start = tl.load(h + columns[:, None] * D + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(start))
-    start = start * inverse_or_0(largest)
-    norm = tl.sqrt(tl.sum(start * start))
-    return start * inverse_or_0(norm), norm * largest
+    return tl.load(h + columns[:, None] * D + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def frobenius(state):
+    """Return the Frobenius norm of a state; no square under- or overflows."""
+    largest = tl.max(tl.abs(state))
+    state = state * inverse_or_0(largest)
+    return tl.sqrt(tl.sum(state * state)) * largest
 
 
 @triton.jit
@@ -64,7 +68,8 @@ def decays(g, rows, end, H: tl.constexpr, FLOOR: tl.constexpr):
     """Return F_ti = e^(c_t - c_i), lower triangular, and d_t = e^(c_t) of the log decays g in a chunk."""
     decay = tl.load(g + rows * H, mask=rows < end, other=0.0)
     c = tl.cumsum(tl.maximum(decay, FLOOR).to(tl.float64), 0)
-    gap = (c[:, None] - c[None, :]).to(tl.float32)
+    high, low = in_two(c)
+    gap = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
     return tl.where(rows[:, None] >= rows[None, :], tl.exp(gap), 0.0), tl.exp(c.to(tl.float32))
 
 
@@ -170,6 +175,7 @@ def solve_kernel(
     w,
     alpha,
     h,
+    sizes,
     x,
     inverse,
     out,
@@ -195,7 +201,7 @@ def solve_kernel(
 ):
     """Solve the systems of one chunk and head, q [tokens,H,D], k [tokens,H/GROUP,D], gates [tokens,H], h [chunks,H,D,D].
 
-    Forward: rhs is q; writes x [tokens,H,D] (times ||H||), inverse = 1/||H|| and out = q + alpha (x - q), q of unit length.
+    Forward: rhs is q; writes x [tokens,H,D] (times ||H||), inverse = 1/||H||, sizes = ||h|| and out = q + alpha (x - q), q of unit length.
     BACKWARD: rhs is the gradient of out and the right-hand sides are alpha rhs; writes their solutions z, times ||H|| and
     divided by the length of alpha rhs, to out, that length / ||H|| to rho, d_alpha and d_q.
     """
@@ -209,8 +215,13 @@ def solve_kernel(
     keys, length = load_keys(k + head // GROUP * D, rows, columns, H // GROUP * D, end, D)
     u = keys.to(DTYPE)
     u_t = tl.trans(u)
-    start, size = load_start(h + (m * H + head) * D * D, columns, D)
-    h0 = start.to(DTYPE)
+    start = load_state(h + (m * H + head) * D * D, columns, D)
+    if BACKWARD:
+        size = tl.load(sizes + m * H + head)
+    else:
+        size = frobenius(start)
+        tl.store(sizes + m * H + head, size)
+    h0 = (start * inverse_or_0(size)).to(DTYPE)
     quadratic = tl.sum(tl.dot(u, h0, input_precision=PRECISION) * keys, 1)
     gram = tl.dot(u, u_t, input_precision=PRECISION)
     e, d = decays(g + head, rows, end, H, FLOOR)

@@ -166,6 +166,19 @@ def unit_gradient(x, d_y, EPS: tl.constexpr):
 
 
 @triton.jit
+def unit_kernel(x, out, d_out, total, D: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr):
+    """Divide the rows of x [total,D] by their length + EPS, or with d_out, turn the gradient of that into x's."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BD)
+    value = load_rows(x, rows, columns, D, total, D)
+    if d_out is None:
+        value *= (1 / (lengths(value)[0] + EPS))[:, None]
+    else:
+        value = unit_gradient(value, load_rows(d_out, rows, columns, D, total, D), EPS)
+    store_rows(out, value, rows, columns, D, total, D)
+
+
+@triton.jit
 def solve_kernel(
     rhs,
     d_q,

@@ -29,8 +29,14 @@ def _constants(q: Tensor, k: Tensor) -> dict[str, Any]:
         "FLOOR": SMALLEST_LOG_DECAY,
         "EPS": EPS,
         "DTYPE": tl.float16 if half else tl.float32,
-        "PRECISION": "tf32" if half else "tf32x3",
     }
+
+
+def _configs(q: Tensor, num_warps: int) -> list[dict[str, Any]]:
+    """Return how to launch; for fp32 heads of 128, tensor cores would need more shared memory than there is."""
+    if q.dtype != torch.float32:
+        return [{"PRECISION": "tf32", "num_warps": num_warps, "num_stages": 1}]
+    return [{"PRECISION": p, "num_warps": w, "num_stages": 1} for p, w in (("tf32x3", num_warps), ("ieee", 8))]
 
 
 def _solve(
@@ -43,7 +49,7 @@ def _solve(
     launch(
         solve_kernel,
         lambda _: (table.chunks * q.shape[2],),
-        [{"num_warps": 4, "num_stages": 1}],
+        _configs(q, 4),
         *(rhs, d_q, q, k, *gates, states, sizes, *rows, table.seq_start, table.chunk_start, table.chunk_seq),
         *(step, 1 - step * ridge, (1 / (1 + 2 * ridge)) ** 2 / 4),
         **constants,
@@ -92,7 +98,7 @@ class _Mix(torch.autograd.Function):
         launch(
             start_gradient_kernel,
             lambda _: (table.chunks * heads,),
-            [{"num_warps": 8, "num_stages": 1}],
+            _configs(q, 8),
             *(k, g, w, states, sizes, x, z, inverse, rho, d_states, *starts, ridge),
             **constants,
         )
@@ -115,7 +121,7 @@ class _Mix(torch.autograd.Function):
         launch(
             key_gradient_kernel,
             lambda _: (table.chunks * k.shape[2],),
-            [{"num_warps": 8, "num_stages": 1}],
+            _configs(q, 8),
             *(k, g, w, states, sizes, x, z, inverse, rho, d_states, products, largest, d_k, d_g, d_w, *starts, ridge),
             **constants,
             PARTS=parts,

@@ -24,10 +24,14 @@ def put_rows(x, value, rows, columns, stride, row_mask, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def state_tile(x, rows, columns, stride_k, stride_v, K: tl.constexpr, V: tl.constexpr):
+def state_tile(
+    x, rows, columns, stride_k, stride_v, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr
+):
     """Load a block of one state [K,V]; zeros outside."""
-    mask = (rows < K)[:, None] & (columns < V)[None, :]
-    return tl.load(x + rows[:, None] * stride_k + columns[None, :] * stride_v, mask=mask, other=0.0)
+    pointers = x + rows[:, None] * stride_k + columns[None, :] * stride_v
+    if K % BK == 0 and V % BV == 0:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=(rows < K)[:, None] & (columns < V)[None, :], other=0.0)
 
 
 @triton.jit
@@ -68,7 +72,8 @@ def gate_kernel(
     first, end = chunk_tokens(m, seq_start, chunk_start, chunk_seq, CHUNK)
     mask = (first + at < end)[:, None] & (heads < H)[None, :]
     source = (first + at)[:, None] * H + heads[None, :]
-    decay = tl.maximum(tl.load(g + source, mask=mask, other=0.0), FLOOR).to(tl.float64)
+    decay = tl.load(g + source, mask=mask, other=0.0)
+    decay = tl.where(decay < FLOOR, FLOOR, decay).to(tl.float64)  # NaN stays, which maximum would hide
     sums = tl.cumsum(decay, 0)
     rest = (tl.sum(decay, 0)[None, :] - sums).to(tl.float32)
     weight = tl.load(w + source, mask=mask, other=0.0)
@@ -128,7 +133,7 @@ def scan_kernel(
     inside = (rows < K)[:, None] & (columns < V)[None, :]
     if GIVEN:
         start = first_state + (n * H + h) * K * V
-        state = state_tile(start, rows, columns, first_stride_k, first_stride_v, K, V).to(tl.float32)
+        state = state_tile(start, rows, columns, first_stride_k, first_stride_v, K, V, BK, BV).to(tl.float32)
     else:
         state = tl.zeros([BK, BV], tl.float32)
     step: tl.constexpr = -1 if REVERSE else 1
@@ -198,7 +203,7 @@ def output_kernel(
     queries = tile(q + h // GROUP_Q * K, tokens[:, None], rows[None, :], stride_q, real[:, None], K, BK)
     keys = tile(k + h // GROUP_K * K, tokens[None, :], rows[:, None], stride_k, real[None, :], K, BK)
     values = tile(v + h // GROUP_V * V, tokens[:, None], columns[None, :], stride_v, real[:, None], V, BV)
-    state = state_tile(states + (m * H + h) * K * V, rows, columns, V, 1, K, V)
+    state = state_tile(states + (m * H + h) * K * V, rows, columns, V, 1, K, V, BK, BV)
     gates = (m * H + h) * CHUNK + at
     high, low = in_two(tl.load(c + gates))
     weight = tl.load(w + tokens * H + h, mask=real, other=0.0) * scale

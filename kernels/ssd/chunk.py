@@ -4,6 +4,7 @@ from torch import Tensor
 
 from hybridize.kernels.common import cast, start_state, without_autocast
 from hybridize.kernels.decay import decay_factors, grouped_matmul, read_out, scan_states
+from hybridize.kernels.engine import uses_triton
 from hybridize.kernels.ssd.inputs import add_skip, check_ssd
 from hybridize.kernels.varlen import ChunkLayout
 
@@ -22,8 +23,16 @@ def chunk_ssd(
     output_final_state: bool = True,
     chunk_size: int = 64,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what naive_ssd returns, differentiable in every input and the state, memory linear in T."""
+    """Return what naive_ssd returns, differentiable in every input and the state, memory linear in T.
+
+    chunk_size is for the torch engine.
+    """
     check_ssd(x, dt, A, B, C, D)
+    if uses_triton(x, x.shape[-1], B.shape[-1]):
+        from hybridize.kernels.ssd.chunk_triton import chunk_ssd_triton
+
+        y, last = chunk_ssd_triton(x, dt, A, B, C, D, initial_state, cu_seqlens)
+        return y, last if output_final_state else None
     layout = ChunkLayout(x, chunk_size, cu_seqlens)
     dtype, (heads, width) = x.dtype, x.shape[2:]
     A = A.to(cast(x)[0].dtype)

@@ -1,0 +1,160 @@
+"""Runs the Triton kernels of linear attention with a scalar decay per head, forward."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from hybridize.kernels.common import SMALLEST_LOG_DECAY, group_size
+from hybridize.kernels.decay.triton_kernels import gate_kernel, output_kernel, scan_kernel
+from hybridize.kernels.engine import launch
+from hybridize.kernels.varlen import ChunkTable
+
+CHUNK = 64
+BUSY = 120  # programs that keep most of a large GPU's processors at work
+Config = dict[str, Any]
+
+
+class Gates(NamedTuple):
+    """What the kernels read of the gates, [chunks,H,C] padded: c fp64 the running sum of g, and fp32 row factors."""
+
+    c: Tensor
+    kept: Tensor  # e^(c_C - c) w
+    lead: Tensor  # scale e^c
+
+
+def token_stride(x: Tensor) -> tuple[Tensor, int]:
+    """Return x [B,T,H,D] and the distance of its tokens in one row of B*T; copied only when they make no such row."""
+    batch, tokens, heads, width = x.shape
+    in_token = (width == 1 or x.stride(3) == 1) and (heads == 1 or x.stride(2) == width)
+    if not in_token or (batch > 1 and x.stride(0) != tokens * x.stride(1)):
+        x = x.contiguous()
+    return x, x.stride(1)
+
+
+def state_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of the states between chunks: bf16 for bf16, and fp32 for fp16, whose range they may leave."""
+    return torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+
+
+def precision(x: Tensor) -> str:
+    """Return the precision of fp32 products; tf32 holds every digit of 16-bit inputs."""
+    return "tf32x3" if x.dtype == torch.float32 else "tf32"
+
+
+def block(width: int) -> int:
+    """Return the tile that covers a head; tensor cores need 16."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def prepare_gates(g: Tensor, w: Tensor, table: ChunkTable, scale: float) -> Gates:
+    """Return the prepared gates of g and w, contiguous fp32 [B,T,H]."""
+    heads = g.shape[2]
+    c, kept, lead = (
+        torch.empty(table.chunks, heads, CHUNK, device=g.device, dtype=dtype)
+        for dtype in (torch.float64, torch.float32, torch.float32)
+    )
+    launch(
+        gate_kernel,
+        lambda meta: (table.chunks, triton.cdiv(heads, meta["BH"])),
+        [{"BH": 4, "num_warps": 4}],
+        *(g, w, c, kept, lead, table.seq_start, table.chunk_start, table.chunk_seq, scale),
+        H=heads,
+        CHUNK=CHUNK,
+        FLOOR=SMALLEST_LOG_DECAY,
+    )
+    return Gates(c, kept, lead)
+
+
+def scan_configs(programs: int, k: int, v: int) -> list[Config]:
+    """Return blocks of 64x64, or narrower ones when there are few sequences and heads to share the work."""
+    bk, bv = min(64, block(k)), min(64, block(v))
+    while bv > 16 and programs * triton.cdiv(k, bk) * triton.cdiv(v, bv) < BUSY:
+        bv //= 2
+    return [{"BK": bk, "BV": bv, "num_warps": 4, "num_stages": stages} for stages in (4, 2, 1)]
+
+
+def scan(
+    a: Tensor,
+    b: Tensor,
+    factor: Tensor,
+    c: Tensor,
+    first: Tensor | None,
+    last: Tensor,
+    table: ChunkTable,
+    dtype: torch.dtype,
+    reverse: bool = False,
+) -> Tensor:
+    """Return the states [chunks,H,K,V] that scan_kernel carries from first to last, both [N,H,K,V] of any strides."""
+    (a, stride_a), (b, stride_b) = token_stride(a), token_stride(b)
+    heads, k, v = last.shape[1:]
+    states = torch.empty(table.chunks, heads, k, v, device=a.device, dtype=dtype)
+    given = last if first is None else first
+    launch(
+        scan_kernel,
+        lambda meta: (table.sequences * heads * triton.cdiv(k, meta["BK"]) * triton.cdiv(v, meta["BV"]),),
+        scan_configs(table.sequences * heads, k, v),
+        *(a, b, factor, c, given, states, last, table.seq_start, table.chunk_start, stride_a, stride_b),
+        *(*given.stride()[2:], *last.stride()[2:]),
+        H=heads,
+        GROUP_A=group_size(heads, a.shape[2]),
+        GROUP_B=group_size(heads, b.shape[2]),
+        K=k,
+        V=v,
+        CHUNK=CHUNK,
+        PRECISION=precision(a),
+        GIVEN=first is not None,
+        REVERSE=reverse,
+    )
+    return states
+
+
+def empty_state(table: ChunkTable, heads: int, k: int, v: int, value_major: bool, device: torch.device) -> Tensor:
+    """Return new fp32 states [N,H,K,V], in memory [N,H,V,K] when value_major."""
+    shape = (v, k) if value_major else (k, v)
+    state = torch.empty(table.sequences, heads, *shape, device=device, dtype=torch.float32)
+    return state.mT if value_major else state
+
+
+def output_configs(x: Tensor, width: int) -> list[Config]:
+    """Return blocks of v's channels; fp32 tiles and products take more of everything."""
+    if x.dtype == torch.float32:
+        return [{"BV": min(32, block(width)), "num_warps": 8, "num_stages": 1}]
+    narrow = {"BV": min(64, block(width)), "num_warps": 4, "num_stages": 1}
+    return [{**narrow, "BV": block(width)}, narrow] if x.dtype == torch.bfloat16 else [narrow]
+
+
+def output(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    skip: Tensor | None,
+    gates: Gates,
+    states: Tensor,
+    table: ChunkTable,
+    scale: float,
+) -> Tensor:
+    """Return o [B,T,H,V] from the states before each chunk."""
+    (q, stride_q), (k, stride_k), (v, stride_v) = token_stride(q), token_stride(k), token_stride(v)
+    heads, width, v_width = states.shape[1:]
+    o = torch.empty(*q.shape[:2], heads, v_width, device=q.device, dtype=q.dtype)
+    launch(
+        output_kernel,
+        lambda meta: (table.chunks * heads * triton.cdiv(v_width, meta["BV"]),),
+        output_configs(q, v_width),
+        *(q, k, v, w, skip, gates.c, gates.lead, states, o),
+        *(table.seq_start, table.chunk_start, table.chunk_seq, stride_q, stride_k, stride_v, scale),
+        H=heads,
+        GROUP_Q=group_size(heads, q.shape[2]),
+        GROUP_K=group_size(heads, k.shape[2]),
+        GROUP_V=group_size(heads, v.shape[2]),
+        K=width,
+        V=v_width,
+        CHUNK=CHUNK,
+        PRECISION=precision(q),
+        SKIP=skip is not None,
+        BK=block(width),
+    )
+    return o

@@ -33,7 +33,8 @@ def chunk_gka(
     chunk_size is for the torch engine; Triton's chunks are 64 tokens.
     """
     check_gka(q, k, v, g, beta, alpha, ridge, num_iters)
-    if uses_triton(q, q.shape[-1], v.shape[-1]):
+    # In fp32, the states of wider heads exceed the shared memory of a GPU.
+    if (q.dtype != torch.float32 or q.shape[-1] <= 64) and uses_triton(q, q.shape[-1], v.shape[-1]):
         from hybridize.kernels.gka.chunk_triton import chunk_gka_triton
 
         o, state = chunk_gka_triton(q, k, v, g, beta, alpha, scale, ridge, num_iters, initial_state, cu_seqlens)

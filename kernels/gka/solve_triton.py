@@ -1,4 +1,4 @@
-"""The solve of gka on Triton: from states to q + alpha (x - q), with implicit differentiation; solve.py has the formulas."""
+"""The solve of gka on Triton, with implicit differentiation; the formulas are those of solve.py."""
 
 from typing import Any
 
@@ -29,19 +29,22 @@ def _constants(q: Tensor, k: Tensor) -> dict[str, Any]:
         "FLOOR": SMALLEST_LOG_DECAY,
         "EPS": EPS,
         "DTYPE": tl.float16 if half else tl.float32,
+        "PRECISION": "tf32" if half else "tf32x3",
     }
 
 
-def _configs(q: Tensor, num_warps: int) -> list[dict[str, Any]]:
-    """Return how to launch; for fp32 heads of 128, tensor cores would need more shared memory than there is."""
-    if q.dtype != torch.float32:
-        return [{"PRECISION": "tf32", "num_warps": num_warps, "num_stages": 1}]
-    return [{"PRECISION": p, "num_warps": w, "num_stages": 1} for p, w in (("tf32x3", num_warps), ("ieee", 8))]
-
-
 def _solve(
-    rhs: Tensor, d_q: Tensor | None, q: Tensor, k: Tensor, gates: tuple[Tensor, Tensor, Tensor], states: Tensor, sizes: Tensor, *rows: Tensor | None,
-    table: ChunkTable, ridge: float, num_iters: int, backward: bool,
+    rhs: Tensor,
+    d_q: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    gates: tuple[Tensor, Tensor, Tensor],
+    states: Tensor,
+    *results: Tensor | None,
+    table: ChunkTable,
+    ridge: float,
+    num_iters: int,
+    backward: bool,
 ) -> None:
     """Run solve_kernel on the chunks of all heads."""
     step, _ = chebyshev_weights(ridge, 0)
@@ -49,8 +52,8 @@ def _solve(
     launch(
         solve_kernel,
         lambda _: (table.chunks * q.shape[2],),
-        _configs(q, 4),
-        *(rhs, d_q, q, k, *gates, states, sizes, *rows, table.seq_start, table.chunk_start, table.chunk_seq),
+        [{"num_warps": 4, "num_stages": 1}],
+        *(rhs, d_q, q, k, *gates, states, *results, table.seq_start, table.chunk_start, table.chunk_seq),
         *(step, 1 - step * ridge, (1 / (1 + 2 * ridge)) ** 2 / 4),
         **constants,
         ITERS=num_iters,
@@ -64,8 +67,16 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, g: Tensor, w: Tensor, alpha: Tensor, initial: Tensor | None, table: ChunkTable,
-        ridge: float, num_iters: int,
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        g: Tensor,
+        w: Tensor,
+        alpha: Tensor,
+        initial: Tensor | None,
+        table: ChunkTable,
+        ridge: float,
+        num_iters: int,
     ) -> tuple[Tensor, Tensor]:
         states, final = chunk_states(k, k, g, w, initial, table, state_dtype(q))
         x = torch.empty_like(q, dtype=torch.float32 if q.dtype == torch.float32 else torch.float16)
@@ -98,7 +109,7 @@ class _Mix(torch.autograd.Function):
         launch(
             start_gradient_kernel,
             lambda _: (table.chunks * heads,),
-            _configs(q, 8),
+            [{"num_warps": 8, "num_stages": 1}],
             *(k, g, w, states, sizes, x, z, inverse, rho, d_states, *starts, ridge),
             **constants,
         )
@@ -121,7 +132,7 @@ class _Mix(torch.autograd.Function):
         launch(
             key_gradient_kernel,
             lambda _: (table.chunks * k.shape[2],),
-            _configs(q, 8),
+            [{"num_warps": 8, "num_stages": 1}],
             *(k, g, w, states, sizes, x, z, inverse, rho, d_states, products, largest, d_k, d_g, d_w, *starts, ridge),
             **constants,
             PARTS=parts,
@@ -130,7 +141,14 @@ class _Mix(torch.autograd.Function):
 
 
 def mix(
-    q: Tensor, k: Tensor, g: Tensor, w: Tensor, alpha: Tensor, initial: Tensor | None, table: ChunkTable, ridge: float,
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    w: Tensor,
+    alpha: Tensor,
+    initial: Tensor | None,
+    table: ChunkTable,
+    ridge: float,
     num_iters: int,
 ) -> tuple[Tensor, Tensor]:
     """Return q/|q| + alpha (x - q/|q|) [B,T,H,D] in k's dtype and the last H [N,H,D,D]; all inputs contiguous."""

@@ -1,8 +1,8 @@
 """Triton: the gradients of phi = -sum_t z_t.(H_t + ridge ||H_t|| I) x_t at fixed x and z, in k, g, w and H_0.
 
-Notation of solve.py, scaled as in triton_kernels.py: n = ||H_t||, keys u = k / |k|, E includes |k|^2, e = E / n, H0 divided
-by its norm, row = d ||H_0|| / n; x n and z n / length are what solve_kernel wrote, rho = length / n. With c = z.x of those,
-the norm term acts like a gradient -ridge c rho / n^2 of H_t in the direction of H_t itself.
+Notation of solve.py, scaled as in triton_kernels.py: n = ||H_t||, keys u = k / |k|, E includes |k|^2, e = E / n, H_0
+divided by its norm, row = d ||H_0|| / n; solve_kernel wrote x n, z n / length and rho = length / n. With c the product of
+these x and z, the norm term acts like a gradient -ridge c rho / n^2 of H_t in the direction of H_t itself.
 """
 
 import triton
@@ -85,7 +85,7 @@ def reverse_scan_kernel(
 ):
     """Turn the gradients of the states before each chunk by its own tokens into those of the states after it.
 
-    d_states [chunks,H,SIZE] in place, decay [chunks,H] over the whole chunk; d_final (if GIVEN) and d_initial [N,H,SIZE].
+    d_states [chunks,H,SIZE] in place, decay [chunks,H] of whole chunks; d_final (if GIVEN) and d_initial [N,H,SIZE].
     Of each block of a result, writes its product with the state before the chunk, and its largest element.
     """
     blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK

@@ -1,7 +1,7 @@
 """Triton: the Chebyshev solve of gka for all tokens of a chunk; the formulas are those of solve.py.
 
-Keys are rescaled to length u = 1, and w to w |k|^2, so that E/||H|| <= 1 and all operands fit fp16. The iterates are those
-of the system divided by its norm, on right-hand sides of length about 1; H0 comes divided by its own norm.
+Keys are rescaled to length 1 (u), and w to w |k|^2, so that E/||H|| <= 1 and all operands fit fp16. The iterates are
+those of the system divided by its norm, on right-hand sides of length about 1; H0 comes divided by its own norm.
 """
 
 import triton
@@ -212,11 +212,12 @@ def solve_kernel(
     PACKED: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    """Solve the systems of one chunk and head, q [tokens,H,D], k [tokens,H/GROUP,D], gates [tokens,H], h [chunks,H,D,D].
+    """Solve the systems of a chunk and head, q [tokens,H,D], k [tokens,H/GROUP,D], gates [tokens,H], h [chunks,H,D,D].
 
-    Forward: rhs is q; writes x [tokens,H,D] (times ||H||), inverse = 1/||H||, sizes = ||h|| and out = q + alpha (x - q), q of unit length.
-    BACKWARD: rhs is the gradient of out and the right-hand sides are alpha rhs; writes their solutions z, times ||H|| and
-    divided by the length of alpha rhs, to out, that length / ||H|| to rho, d_alpha and d_q.
+    Forward: rhs is q; writes x times ||H|| [tokens,H,D], inverse = 1/||H||, sizes = ||h|| and out = q + alpha (x - q)
+    for q of length 1.
+    BACKWARD: rhs is the gradient of out and the right-hand sides are alpha rhs; writes to out their solutions z, times
+    ||H|| and divided by the length of alpha rhs, that length / ||H|| to rho, d_alpha and d_q.
     """
     C: tl.constexpr = 64
     m = tl.program_id(0).to(tl.int64) // H

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridize.kernels.common import start_state
-from hybridize.kernels.decay.scan_triton import CHUNK, block, decay_attention
+from hybridize.kernels.decay.forward_triton import CHUNK, block
+from hybridize.kernels.decay.scan_triton import decay_attention
 from hybridize.kernels.engine import launch
 from hybridize.kernels.gka.inputs import EPS, GkaState, default_scale
 from hybridize.kernels.gka.solve_triton import mix
@@ -70,9 +71,9 @@ def chunk_gka_triton(
     w = (beta + EPS).square()
     h, u = (None, None) if initial_state is None else initial_state
     if h is not None:
-        h = start_state(h, (table.sequences, heads, dim, dim), g)
+        h = start_state(h, (table.sequences, heads, dim, dim), g).contiguous()
     if u is not None:
-        u = start_state(u, (table.sequences, heads, dim, v.shape[-1]), g)
+        u = start_state(u, (table.sequences, heads, dim, v.shape[-1]), g).contiguous()
     if not num_iters:  # then x is q
         alpha, num_iters = torch.zeros_like(alpha), 1
     mixed, h = mix(q, keys, g, w, alpha, h, table, ridge, num_iters)

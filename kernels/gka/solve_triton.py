@@ -9,7 +9,8 @@ from torch.autograd.function import once_differentiable
 from triton import language as tl
 
 from hybridize.kernels.common import SMALLEST_LOG_DECAY, group_size
-from hybridize.kernels.decay.scan_triton import block, chunk_states, prepare_gates, scan, state_dtype
+from hybridize.kernels.decay.forward_triton import block, prepare_gates, scan, state_dtype
+from hybridize.kernels.decay.scan_triton import chunk_states
 from hybridize.kernels.engine import interpreted, launch
 from hybridize.kernels.gka.inputs import EPS, chebyshev_weights
 from hybridize.kernels.gka.triton_backward import key_gradient_kernel, reverse_scan_kernel, start_gradient_kernel

@@ -67,7 +67,7 @@ def frobenius(state):
 def decays(g, rows, end, H: tl.constexpr, FLOOR: tl.constexpr):
     """Return F_ti = e^(c_t - c_i), lower triangular, and d_t = e^(c_t) of the log decays g in a chunk."""
     decay = tl.load(g + rows * H, mask=rows < end, other=0.0)
-    c = tl.cumsum(tl.maximum(decay, FLOOR).to(tl.float64), 0)
+    c = tl.cumsum(tl.where(decay < FLOOR, FLOOR, decay).to(tl.float64), 0)
     high, low = in_two(c)
     gap = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
     return tl.where(rows[:, None] >= rows[None, :], tl.exp(gap), 0.0), tl.exp(c.to(tl.float32))
@@ -255,6 +255,7 @@ def solve_kernel(
         b *= (1 / (lengths(b)[0] + EPS))[:, None]
     y = chebyshev((b * step).to(DTYPE), u, h0, e, row, rest, rho4, ITERS, DTYPE, PRECISION, PACKED)
 
+    tl.debug_barrier()  # what follows reads norm and rho back rather than hold them over the loop
     mix = tl.load(alpha + rows * H + head, mask=rows < end, other=0.0)
     norm = tl.load(inverse + rows * H + head, mask=rows < end, other=0.0)
     query = load_rows(q + head * D, rows, columns, width, end, D)

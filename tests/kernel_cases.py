@@ -4,11 +4,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybridize.kernels import gdn, gka, ssd
+from hybridize.kernels.short_conv import short_conv
 
 Inputs = dict[str, Tensor]
+LAYER_DIM = 64  # head width of the recorded layers
 GATES = ("zero", "slow", "fast", "infinite", "mixed", "usual")
 
 
@@ -114,3 +117,33 @@ def assert_close(actual: list[Tensor], expected: list[Tensor], bound: float) -> 
     """Require every tensor to be within the relative bound."""
     errors = [error(a, e) for a, e in zip(actual, expected, strict=True)]
     assert max(errors) <= bound, errors
+
+
+def gradients(form, inputs, state, **kwargs):
+    """Return gradients of a fixed weighting of all outputs, with respect to all inputs and states."""
+    leaves = {n: x.detach().clone().requires_grad_() for n, x in inputs.items()}
+    states = None if state is None else tuple(s.detach().clone().requires_grad_() for s in state)
+    outputs = call(form, leaves, states, **kwargs)
+    generator = torch.Generator().manual_seed(7)
+    loss = sum((x * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)).sum() for x in outputs)
+    loss.backward()
+    return {**{n: x.grad for n, x in leaves.items()}, **{f"state {i}": s.grad for i, s in enumerate(states or ())}}
+
+
+def layer(kind, form, w, x):
+    """Return the output of a mixer layer: projections, convolutions, gates, the operation, norm, gate, projection."""
+
+    def project(name):
+        return F.linear(x, w[f"{name}_proj.weight"], w.get(f"{name}_proj.bias"))
+
+    def heads(name):
+        y, _ = short_conv(project(name), w[f"{name}_conv1d.weight"][:, 0], activation="silu")
+        return y.unflatten(-1, (-1, LAYER_DIM))
+
+    decay = project("a" if kind == "gka" else "gk") + w["dt_bias"]
+    gates = {"g": -w["A_log"].exp() * F.softplus(decay), "beta": project("b").sigmoid()}
+    if kind == "gka":
+        gates["alpha"] = project("alpha").sigmoid()
+    o, _ = form(heads("q"), heads("k"), heads("v"), **gates)
+    o = o * (o.square().mean(-1, keepdim=True) + (1e-6 if kind == "gka" else 1e-5)).rsqrt() * w["o_norm.weight"]
+    return F.linear(o.flatten(2) * F.silu(project("g")), w["o_proj.weight"])

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from hybridize.kernels.common import cast, without_autocast
 from hybridize.kernels.decay import decay_factors, read_out, scan_states, written_states
+from hybridize.kernels.engine import uses_triton
 from hybridize.kernels.gka.inputs import EPS, GkaState, check_gka, default_scale, gka_start, unit
 from hybridize.kernels.gka.solve import solve
 from hybridize.kernels.varlen import ChunkLayout
@@ -27,8 +28,17 @@ def chunk_gka(
     output_final_state: bool = True,
     chunk_size: int = 64,
 ) -> tuple[Tensor, GkaState | None]:
-    """Return what naive_gka returns, differentiable in every input and state, with memory linear in T."""
+    """Return what naive_gka returns, differentiable in every input and state, with memory linear in T.
+
+    chunk_size is for the torch engine; Triton's chunks are 64 tokens.
+    """
     check_gka(q, k, v, g, beta, alpha, ridge, num_iters)
+    # In fp32, the states of wider heads exceed the shared memory of a GPU.
+    if (q.dtype != torch.float32 or q.shape[-1] <= 64) and uses_triton(q, q.shape[-1], v.shape[-1]):
+        from hybridize.kernels.gka.chunk_triton import chunk_gka_triton
+
+        o, state = chunk_gka_triton(q, k, v, g, beta, alpha, scale, ridge, num_iters, initial_state, cu_seqlens)
+        return o, state if output_final_state else None
     layout = ChunkLayout(q, chunk_size, cu_seqlens)
     dtype, (heads, dim) = q.dtype, q.shape[2:]
     q, k, v, g, beta, alpha = (layout.pack(t) for t in cast(q, k, v, g, beta, alpha))

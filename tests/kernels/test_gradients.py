@@ -2,20 +2,9 @@
 
 import pytest
 import torch
-from kernel_cases import OPS, assert_close, call, cast, error, make_inputs, make_state
+from kernel_cases import OPS, assert_close, call, cast, error, gradients, make_inputs, make_state
 
 from hybridize.kernels.gka import chunk_gka, naive_gka
-
-
-def gradients(form, inputs, state, **kwargs):
-    """Return gradients of a fixed weighting of all outputs, with respect to all inputs and states."""
-    leaves = {n: x.detach().clone().requires_grad_() for n, x in inputs.items()}
-    states = None if state is None else tuple(s.detach().clone().requires_grad_() for s in state)
-    outputs = call(form, leaves, states, **kwargs)
-    generator = torch.Generator().manual_seed(7)
-    loss = sum((x * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)).sum() for x in outputs)
-    loss.backward()
-    return {**{n: x.grad for n, x in leaves.items()}, **{f"state {i}": s.grad for i, s in enumerate(states or ())}}
 
 
 def gradient_errors(form, reference, inputs, state, dtype=torch.float64, chunk_size=None, **kwargs):

@@ -1,0 +1,156 @@
+"""The solve of gka on Triton, with implicit differentiation; the formulas are those of solve.py."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from triton import language as tl
+
+from hybridize.kernels.common import SMALLEST_LOG_DECAY, group_size
+from hybridize.kernels.decay.forward_triton import block, prepare_gates, scan, state_dtype
+from hybridize.kernels.decay.scan_triton import chunk_states
+from hybridize.kernels.engine import interpreted, launch
+from hybridize.kernels.gka.inputs import EPS, chebyshev_weights
+from hybridize.kernels.gka.triton_backward import key_gradient_kernel, reverse_scan_kernel, start_gradient_kernel
+from hybridize.kernels.gka.triton_kernels import solve_kernel
+from hybridize.kernels.varlen import ChunkTable
+
+
+def _constants(q: Tensor, k: Tensor) -> dict[str, Any]:
+    """Return what all kernels are compiled for: 16-bit inputs are solved in fp16, with H and x scaled to fit it."""
+    heads, dim = q.shape[2:]
+    half = q.dtype != torch.float32
+    return {
+        "H": heads,
+        "GROUP": group_size(heads, k.shape[2]),
+        "D": dim,
+        "BD": block(dim),
+        "FLOOR": SMALLEST_LOG_DECAY,
+        "EPS": EPS,
+        "DTYPE": tl.float16 if half else tl.float32,
+        "PRECISION": "tf32" if half else "tf32x3",
+    }
+
+
+def _solve(
+    rhs: Tensor,
+    d_q: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    gates: tuple[Tensor, Tensor, Tensor],
+    states: Tensor,
+    *results: Tensor | None,
+    table: ChunkTable,
+    ridge: float,
+    num_iters: int,
+    backward: bool,
+) -> None:
+    """Run solve_kernel on the chunks of all heads."""
+    step, _ = chebyshev_weights(ridge, 0)
+    constants = _constants(q, k)
+    launch(
+        solve_kernel,
+        lambda _: (table.chunks * q.shape[2],),
+        [{"num_warps": 4, "num_stages": 1}],
+        *(rhs, d_q, q, k, *gates, states, *results, table.seq_start, table.chunk_start, table.chunk_seq),
+        *(step, 1 - step * ridge, (1 / (1 + 2 * ridge)) ** 2 / 4),
+        **constants,
+        ITERS=num_iters,
+        PACKED=constants["DTYPE"] == tl.float16 and not interpreted(),
+        BACKWARD=backward,
+    )
+
+
+class _Mix(torch.autograd.Function):
+    """q + alpha (x - q) for unit q, and the last Gram state; the states between chunks are made again by backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        g: Tensor,
+        w: Tensor,
+        alpha: Tensor,
+        initial: Tensor | None,
+        table: ChunkTable,
+        ridge: float,
+        num_iters: int,
+    ) -> tuple[Tensor, Tensor]:
+        states, final = chunk_states(k, k, g, w, initial, table, state_dtype(q))
+        x = torch.empty_like(q, dtype=torch.float32 if q.dtype == torch.float32 else torch.float16)
+        inverse, out = torch.empty_like(g), torch.empty_like(q, dtype=k.dtype)
+        settings = {"table": table, "ridge": ridge, "num_iters": num_iters}
+        sizes = torch.empty(table.chunks, q.shape[2], device=q.device, dtype=torch.float32)
+        _solve(q, None, q, k, (g, w, alpha), states, sizes, x, inverse, out, None, None, **settings, backward=False)
+        ctx.save_for_backward(q, k, g, w, alpha, initial, x, inverse, sizes)
+        ctx.settings = settings
+        ctx.set_materialize_grads(False)
+        return out, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, g, w, alpha, initial, x, inverse, sizes = ctx.saved_tensors
+        table, ridge = ctx.settings["table"], ctx.settings["ridge"]
+        heads, dim = q.shape[2:]
+        gates = prepare_gates(g, w, table, 1.0)
+        d_initial = torch.empty(table.sequences, heads, dim, dim, device=q.device, dtype=torch.float32)
+        states = scan(k, k, gates.kept, gates.c, initial, d_initial, table, state_dtype(q))
+        z, rho, d_alpha = torch.empty_like(x), torch.empty_like(g), torch.empty_like(g)
+        d_q = torch.empty_like(q)
+        d_out = torch.zeros_like(q, dtype=k.dtype) if d_out is None else d_out.contiguous()
+        rows = (x, inverse, z, d_alpha, rho)
+        _solve(d_out, d_q, q, k, (g, w, alpha), states, sizes, *rows, **ctx.settings, backward=True)
+        constants = _constants(q, k)
+        starts = (table.seq_start, table.chunk_start, table.chunk_seq)
+        d_states = torch.empty_like(states)
+        launch(
+            start_gradient_kernel,
+            lambda _: (table.chunks * heads,),
+            [{"num_warps": 8, "num_stages": 1}],
+            *(k, g, w, states, sizes, x, z, inverse, rho, d_states, *starts, ridge),
+            **constants,
+        )
+        part = min(1024, block(dim) ** 2)
+        parts = triton.next_power_of_2(triton.cdiv(dim * dim, part))
+        products, largest = (sizes.new_zeros(table.chunks, heads, parts) for _ in range(2))
+        launch(
+            reverse_scan_kernel,
+            lambda meta: (table.sequences * heads * triton.cdiv(dim * dim, meta["BLOCK"]),),
+            [{"num_warps": 4}],
+            *(d_states, states, gates.c[..., -1].exp().float(), products, largest),
+            *(None if d_final is None else d_final.contiguous(), d_initial, table.chunk_start),
+            H=heads,
+            SIZE=dim * dim,
+            GIVEN=d_final is not None,
+            BLOCK=part,
+            PARTS=parts,
+        )
+        d_k, d_g, d_w = torch.empty_like(k), torch.empty_like(g), torch.empty_like(g)
+        launch(
+            key_gradient_kernel,
+            lambda _: (table.chunks * k.shape[2],),
+            [{"num_warps": 8, "num_stages": 1}],
+            *(k, g, w, states, sizes, x, z, inverse, rho, d_states, products, largest, d_k, d_g, d_w, *starts, ridge),
+            **constants,
+            PARTS=parts,
+        )
+        return d_q, d_k, d_g, d_w, d_alpha, None if initial is None else d_initial, None, None, None
+
+
+def mix(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    w: Tensor,
+    alpha: Tensor,
+    initial: Tensor | None,
+    table: ChunkTable,
+    ridge: float,
+    num_iters: int,
+) -> tuple[Tensor, Tensor]:
+    """Return q/|q| + alpha (x - q/|q|) [B,T,H,D] in k's dtype and the last H [N,H,D,D]; all inputs contiguous."""
+    return _Mix.apply(q, k, g, w, alpha, initial, table, ridge, num_iters)

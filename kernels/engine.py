@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 ENGINES = ("torch", "triton")
-LARGEST_HEAD = 128  # the widest head whose tiles fit the registers and shared memory of a program
+WIDEST_HEAD = 128  # whose tiles fit the registers and shared memory of a program
 
 
 def interpreted() -> bool:
@@ -19,7 +19,7 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def uses_triton(x: Tensor, *widths: int) -> bool:
+def uses_triton(x: Tensor, *widths: int, widest: int = WIDEST_HEAD) -> bool:
     """Say whether Triton runs an operation on x, whose heads have these widths; a GPU left to torch warns once.
 
     HYBRIDIZE_ENGINE=torch or =triton overrides the choice. ValueError when it names neither, or Triton cannot run.
@@ -29,7 +29,7 @@ def uses_triton(x: Tensor, *widths: int) -> bool:
         raise ValueError(f"HYBRIDIZE_ENGINE is {wanted!r}, but must be torch or triton")
     if wanted == "torch" or x.numel() == 0:
         return False
-    reason = _obstacle(x.device, x.dtype, widths)
+    reason = _obstacle(x.device, x.dtype, max(widths), widest)
     if wanted == "triton" and reason:
         raise ValueError(f"HYBRIDIZE_ENGINE is triton, but {reason}")
     if reason and x.device.type != "cpu":
@@ -37,12 +37,13 @@ def uses_triton(x: Tensor, *widths: int) -> bool:
     return reason is None
 
 
-def _obstacle(device: torch.device, dtype: torch.dtype, widths: Sequence[int]) -> str | None:
+def _obstacle(device: torch.device, dtype: torch.dtype, width: int, widest: int) -> str | None:
     """Return why Triton cannot run here, or None."""
     if dtype == torch.float64:
         return "the Triton kernels have no fp64"
-    if max(widths) > LARGEST_HEAD:
-        return f"the Triton kernels take heads of up to {LARGEST_HEAD} channels, and these have {max(widths)}"
+    if width > widest:
+        name = str(dtype).removeprefix("torch.")
+        return f"the Triton kernels take {name} heads of up to {widest} channels, and these have {width}"
     return _machine_obstacle(device)
 
 
@@ -70,9 +71,17 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-def padded(width: int) -> int:
+def padded(width: int, least: int = 16) -> int:
     """Return the tile that holds width channels: the next power of two, at least the 16 that tensor cores need."""
-    return max(16, 1 << (width - 1).bit_length())
+    return max(least, 1 << (width - 1).bit_length())
+
+
+def product_tile(width: int) -> int:
+    """Return the tile of width channels for kernels made of matrix products.
+
+    At least 64 on a GPU: Triton 3.6 compiles some products of narrower tiles into illegal accesses on Hopper.
+    """
+    return padded(width, 16 if interpreted() else 64)
 
 
 _fitting: dict[tuple[Any, ...], int] = {}

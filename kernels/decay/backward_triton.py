@@ -7,9 +7,9 @@ import triton
 from torch import Tensor
 
 from hybridize.kernels.common import SMALLEST_LOG_DECAY, group_size
-from hybridize.kernels.decay.forward_triton import CHUNK, Config, Gates, block, precision, token_stride
+from hybridize.kernels.decay.forward_triton import CHUNK, Config, Gates, precision, token_stride
 from hybridize.kernels.decay.triton_backward import gate_gradient_kernel, gradient_kernel, pair_kernel
-from hybridize.kernels.engine import launch
+from hybridize.kernels.engine import launch, product_tile
 from hybridize.kernels.varlen import ChunkTable
 
 PAIR_CONFIGS: list[Config] = [{"num_warps": 4, "num_stages": 1}]
@@ -90,15 +90,15 @@ def _pairs(
         CHUNK=CHUNK,
         PRECISION=precision(q),
         SKIP=skip,
-        BK=block(k.shape[3]),
-        BV=block(v.shape[3]),
+        BK=product_tile(k.shape[3]),
+        BV=product_tile(v.shape[3]),
     )
     return Pairs(scores, d_scores, d_weight, d_gate, d_skip)
 
 
 def channels_of(x: Tensor, width: int) -> int:
     """Return how many channels of a gradient a program writes."""
-    return min(32 if x.dtype == torch.float32 else 64, block(width))
+    return min(32 if x.dtype == torch.float32 else 64, product_tile(width))
 
 
 def gradient_configs(x: Tensor) -> list[Config]:
@@ -148,6 +148,6 @@ def _channel_gradients(
         SKIP=skip is not None,
         ROW_SUMS=row_sums is not None,
         PRODUCTS=products is not None,
-        BX=block(width),
+        BX=product_tile(width),
         BO=channels,
     )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hybridize.kernels.common import SMALLEST_LOG_DECAY, group_size
 from hybridize.kernels.decay.triton_kernels import gate_kernel, output_kernel, scan_kernel
-from hybridize.kernels.engine import launch
+from hybridize.kernels.engine import launch, product_tile
 from hybridize.kernels.varlen import ChunkTable
 
 CHUNK = 64
@@ -43,11 +43,6 @@ def precision(x: Tensor) -> str:
     return "tf32x3" if x.dtype == torch.float32 else "tf32"
 
 
-def block(width: int) -> int:
-    """Return the tile that covers a head; tensor cores need 16."""
-    return max(16, triton.next_power_of_2(width))
-
-
 def prepare_gates(g: Tensor, w: Tensor, table: ChunkTable, scale: float) -> Gates:
     """Return the prepared gates of g and w, contiguous fp32 [B,T,H]."""
     heads = g.shape[2]
@@ -69,7 +64,7 @@ def prepare_gates(g: Tensor, w: Tensor, table: ChunkTable, scale: float) -> Gate
 
 def scan_configs(programs: int, k: int, v: int) -> list[Config]:
     """Return blocks of 64x64, or narrower ones when there are few sequences and heads to share the work."""
-    bk, bv = min(64, block(k)), min(64, block(v))
+    bk, bv = min(64, product_tile(k)), min(64, product_tile(v))
     while bv > 16 and programs * triton.cdiv(k, bk) * triton.cdiv(v, bv) < BUSY:
         bv //= 2
     return [{"BK": bk, "BV": bv, "num_warps": 4, "num_stages": stages} for stages in (4, 2, 1)]
@@ -120,9 +115,9 @@ def empty_state(table: ChunkTable, heads: int, k: int, v: int, value_major: bool
 def output_configs(x: Tensor, width: int) -> list[Config]:
     """Return blocks of v's channels; fp32 tiles and products take more of everything."""
     if x.dtype == torch.float32:
-        return [{"BV": min(32, block(width)), "num_warps": 8, "num_stages": 1}]
-    narrow = {"BV": min(64, block(width)), "num_warps": 4, "num_stages": 1}
-    return [{**narrow, "BV": block(width)}, narrow] if x.dtype == torch.bfloat16 else [narrow]
+        return [{"BV": min(32, product_tile(width)), "num_warps": 8, "num_stages": 1}]
+    narrow = {"BV": min(64, product_tile(width)), "num_warps": 4, "num_stages": 1}
+    return [{**narrow, "BV": product_tile(width)}, narrow] if x.dtype == torch.bfloat16 else [narrow]
 
 
 def output(
@@ -155,6 +150,6 @@ def output(
         CHUNK=CHUNK,
         PRECISION=precision(q),
         SKIP=skip is not None,
-        BK=block(width),
+        BK=product_tile(width),
     )
     return o

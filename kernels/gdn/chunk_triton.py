@@ -3,12 +3,11 @@
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridize.kernels.common import SMALLEST_LOG_DECAY, start_state
-from hybridize.kernels.engine import launch
+from hybridize.kernels.engine import launch, product_tile
 from hybridize.kernels.gdn import triton_backward, triton_forward
 from hybridize.kernels.varlen import ChunkTable, chunk_table
 
@@ -72,7 +71,7 @@ class Plan(NamedTuple):
 def plan(q: Tensor, k: Tensor, v: Tensor, table: ChunkTable) -> Plan:
     """Return the plan for q [B,T,H,D], k [B,T,Hk,D], v [B,T,Hk,Dv]."""
     widths = {"DK": q.shape[3], "DV": v.shape[3]}
-    padded = {"B" + n[1]: max(16, triton.next_power_of_2(d)) for n, d in widths.items()}
+    padded = {"B" + n[1]: product_tile(d) for n, d in widths.items()}
     wide = q.dtype == torch.float32
     constants = {**widths, **padded, "C": CHUNK, "PRECISION": "tf32x3" if wide else "tf32"}
     return Plan(table, q.shape[2], k.shape[2], constants, wide)

@@ -34,7 +34,7 @@ def chunk_gka(
     """
     check_gka(q, k, v, g, beta, alpha, ridge, num_iters)
     # In fp32, the states of wider heads exceed the shared memory of a GPU.
-    if (q.dtype != torch.float32 or q.shape[-1] <= 64) and uses_triton(q, q.shape[-1], v.shape[-1]):
+    if uses_triton(q, q.shape[-1], v.shape[-1], widest=64 if q.dtype == torch.float32 else 128):
         from hybridize.kernels.gka.chunk_triton import chunk_gka_triton
 
         o, state = chunk_gka_triton(q, k, v, g, beta, alpha, scale, ridge, num_iters, initial_state, cu_seqlens)

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridize.kernels.common import start_state
-from hybridize.kernels.decay.forward_triton import CHUNK, block
+from hybridize.kernels.decay.forward_triton import CHUNK
 from hybridize.kernels.decay.scan_triton import decay_attention
-from hybridize.kernels.engine import launch
+from hybridize.kernels.engine import launch, product_tile
 from hybridize.kernels.gka.inputs import EPS, GkaState, default_scale
 from hybridize.kernels.gka.solve_triton import mix
 from hybridize.kernels.gka.triton_kernels import unit_kernel
@@ -43,7 +43,7 @@ def _unit(x: Tensor, d_out: Tensor | None, dtype: torch.dtype) -> Tensor:
         *(x, out, d_out, rows),
         D=dim,
         EPS=EPS,
-        BD=block(dim),
+        BD=product_tile(dim),
     )
     return out
 

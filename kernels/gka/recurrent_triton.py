@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridize.kernels.decode import Rows, lined, new_state, read_gate, row_tokens, softplus
-from hybridize.kernels.engine import capability, launch, padded
+from hybridize.kernels.engine import launch, padded
 from hybridize.kernels.gka.inputs import EPS, GkaState, smallest_norm
 
 # One thread for every column. At 128 a thread uses 168 registers, so a multiprocessor holds three programs.
@@ -16,21 +16,6 @@ CONFIGS = {
     64: ({"num_warps": 2},),
     128: ({"num_warps": 4},),
 }
-
-
-@triton.jit
-def prefetch(state, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Ask the L2 cache for a matrix of fp32 numbers that is read after the solve."""
-    PADDED: tl.constexpr = triton.next_power_of_2(ROWS)
-    row = tl.arange(0, PADDED)
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.lt.s32 p, $2, $3; @p cp.async.bulk.prefetch.L2.global [$1], $4; mov.u32 $0, 0; }",
-        "=r,l,r,r,r",
-        [state + row * WIDTH, row, tl.full([PADDED], ROWS, tl.int32), tl.full([PADDED], WIDTH * 4, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -88,7 +73,7 @@ def recurrent_gka_kernel(
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     NUM_ITERS: tl.constexpr, ONE: tl.constexpr, PACKED: tl.constexpr, SLOTS: tl.constexpr, HAS_STATE: tl.constexpr,
-    LOGITS: tl.constexpr, PREFETCH: tl.constexpr,
+    LOGITS: tl.constexpr,
 ):  # fmt: skip
     """One program: one head of one row. ONE: every row has one token, and no loop holds registers for the next."""
     head = tl.program_id(0)
@@ -109,8 +94,6 @@ def recurrent_gka_kernel(
         h_in += (slot * H + h) * D * D
         u_in += (slot * H + h) * D * DV
         gram = tl.load(h_in + gram_at, mask=gram_mask, other=0.0)  # symmetric: its columns are its rows
-        if PREFETCH:
-            prefetch(u_in, D, DV)
     b, first, end = row_tokens(starts, n, T, PACKED)
     q += b * q_b + h * q_h
     k += b * k_b + (h // GROUP) * k_h
@@ -188,7 +171,6 @@ def recurrent_gka_triton(
     u_old, u_new = new_state(u_old, (heads, dim, width), rows, q, inplace)
     o = torch.empty((*q.shape[:3], width), dtype=q.dtype, device=q.device)
     a_log, dt_bias = decay_gate or (None, None)
-    prefetches = capability(q.device) >= (9, 0) and width % 4 == 0
     launch(
         recurrent_gka_kernel,
         lambda meta: (rows.count * heads,),
@@ -199,6 +181,6 @@ def recurrent_gka_triton(
         H=heads, GROUP=heads // k.shape[2], D=dim, DV=width, BD=block, BV=padded(width),
         NUM_ITERS=num_iters, ONE=rows.tokens == 1 and rows.starts is None, PACKED=rows.starts is not None,
         SLOTS=rows.slots is not None,
-        HAS_STATE=h_old is not None, LOGITS=decay_gate is not None, PREFETCH=prefetches,
+        HAS_STATE=h_old is not None, LOGITS=decay_gate is not None,
     )  # fmt: skip
     return o, (h_new, u_new)

@@ -9,9 +9,9 @@ from torch.autograd.function import once_differentiable
 from triton import language as tl
 
 from hybridize.kernels.common import SMALLEST_LOG_DECAY, group_size
-from hybridize.kernels.decay.forward_triton import block, prepare_gates, scan, state_dtype
+from hybridize.kernels.decay.forward_triton import prepare_gates, scan, state_dtype
 from hybridize.kernels.decay.scan_triton import chunk_states
-from hybridize.kernels.engine import interpreted, launch
+from hybridize.kernels.engine import interpreted, launch, product_tile
 from hybridize.kernels.gka.inputs import EPS, chebyshev_weights
 from hybridize.kernels.gka.triton_backward import key_gradient_kernel, reverse_scan_kernel, start_gradient_kernel
 from hybridize.kernels.gka.triton_kernels import solve_kernel
@@ -26,7 +26,7 @@ def _constants(q: Tensor, k: Tensor) -> dict[str, Any]:
         "H": heads,
         "GROUP": group_size(heads, k.shape[2]),
         "D": dim,
-        "BD": block(dim),
+        "BD": product_tile(dim),
         "FLOOR": SMALLEST_LOG_DECAY,
         "EPS": EPS,
         "DTYPE": tl.float16 if half else tl.float32,
@@ -114,7 +114,7 @@ class _Mix(torch.autograd.Function):
             *(k, g, w, states, sizes, x, z, inverse, rho, d_states, *starts, ridge),
             **constants,
         )
-        part = min(1024, block(dim) ** 2)
+        part = min(1024, product_tile(dim) ** 2)
         parts = triton.next_power_of_2(triton.cdiv(dim * dim, part))
         products, largest = (sizes.new_zeros(table.chunks, heads, parts) for _ in range(2))
         launch(

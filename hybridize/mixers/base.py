@@ -184,10 +184,14 @@ class Mixer(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """The attention's interface: [B, T, hidden] -> ([B, T, hidden], None). Padding comes by `token_layout`."""
-        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        cache: Any = kwargs.get("cache", kwargs.get("past_key_values"))
         slot: Any = None if cache is None else cache.layers[self.layer_idx]
         features = self.features(hidden_states, position_embeddings, token_layout, slot)
         if getattr(cache, "offloading", False):
+            # As Cache.update does for attention: the next layer's keys are fetched while this layer works.
+            if hidden_states.is_cuda:
+                cache.prefetch_stream.wait_stream(torch.cuda.default_stream(hidden_states.device))
+                cache.prefetch(self.layer_idx + 1, cache.only_non_sliding)
             slot.offload()
         return self.o_proj(features), None
 

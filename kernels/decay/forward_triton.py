@@ -130,6 +130,7 @@ def output(
     states: Tensor,
     table: ChunkTable,
     scale: float,
+    q_low: Tensor | None = None,
 ) -> Tensor:
     """Return o [B,T,H,V] from the states before each chunk."""
     (q, stride_q), (k, stride_k), (v, stride_v) = token_stride(q), token_stride(k), token_stride(v)
@@ -139,7 +140,7 @@ def output(
         output_kernel,
         lambda meta: (table.chunks * heads * triton.cdiv(v_width, meta["BV"]),),
         output_configs(q, v_width),
-        *(q, k, v, w, skip, gates.c, gates.lead, states, o),
+        *(q, q_low, k, v, w, skip, gates.c, gates.lead, states, o),
         *(table.seq_start, table.chunk_start, table.chunk_seq, stride_q, stride_k, stride_v, scale),
         H=heads,
         GROUP_Q=group_size(heads, q.shape[2]),

@@ -38,12 +38,14 @@ def decay_attention(
     scale: float,
     value_major: bool = False,
     skip: Tensor | None = None,
+    q_low: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return o [B,T,H,V] = scale S^T q + skip v, and the last states fp32 [N,H,K,V], or [N,H,V,K] when value_major.
 
     S_t = e^(g_t) S_{t-1} + w_t k_t v_t^T; g and w fp32 [B,T,H]; q, k and v may have fewer heads; skip [H] or None.
+    q_low, contiguous like q, is what rounding took off q: o is that of their sum, and its gradient goes to q.
     """
-    return _DecayAttention.apply(q, k, v, g, w, initial_state, table, scale, value_major, skip)
+    return _DecayAttention.apply(q, k, v, g, w, initial_state, table, scale, value_major, skip, q_low)
 
 
 class _DecayAttention(torch.autograd.Function):
@@ -62,6 +64,7 @@ class _DecayAttention(torch.autograd.Function):
         scale: float,
         value_major: bool,
         skip: Tensor | None,
+        q_low: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         g, w = g.contiguous(), w.contiguous()
         heads, device = g.shape[2], q.device
@@ -72,7 +75,8 @@ class _DecayAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, g, w, initial, skip)
         ctx.table, ctx.scale, ctx.value_major = table, scale, value_major
         ctx.set_materialize_grads(False)
-        return output(q, k, v, w, skip, gates, states, table, scale), final.mT if value_major else final
+        o = output(q, k, v, w, skip, gates, states, table, scale, q_low)
+        return o, final.mT if value_major else final
 
     @staticmethod
     @once_differentiable
@@ -94,4 +98,4 @@ class _DecayAttention(torch.autograd.Function):
         d_initial = None
         if initial is not None:
             d_initial = (d_first.mT if value_major else d_first).to(initial.dtype)
-        return dq, dk, dv, dg, dw, d_initial, None, None, None, d_skip
+        return dq, dk, dv, dg, dw, d_initial, None, None, None, d_skip, None

@@ -162,6 +162,7 @@ def scan_kernel(
 @triton.jit
 def output_kernel(
     q,
+    q_low,
     k,
     v,
     w,
@@ -189,7 +190,10 @@ def output_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Write o = lead q S + (scale q k^T e^(c_t - c_i) w_i, causal) v + skip v for one chunk, head and block of V."""
+    """Write o = lead q S + (scale q k^T e^(c_t - c_i) w_i, causal) v + skip v for one chunk, head and block of V.
+
+    With q_low, q stands for q + q_low.
+    """
     VB: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     columns = pid % VB * BV + tl.arange(0, BV)
@@ -210,7 +214,12 @@ def output_kernel(
     gap = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
     e = tl.exp(tl.where(at[:, None] >= at[None, :], gap, float("-inf"))) * weight[None, :]
     scores = tl.dot(queries, keys, input_precision=PRECISION) * e
-    out = tl.dot(queries.to(state.dtype), state, input_precision=PRECISION) * tl.load(lead + gates)[:, None]
+    out = tl.dot(queries.to(state.dtype), state, input_precision=PRECISION)
+    if q_low is not None:
+        rest = tile(q_low + h // GROUP_Q * K, tokens[:, None], rows[None, :], stride_q, real[:, None], K, BK)
+        scores += tl.dot(rest, keys, input_precision=PRECISION) * e
+        out += tl.dot(rest.to(state.dtype), state, input_precision=PRECISION)
+    out *= tl.load(lead + gates)[:, None]
     out = tl.dot(scores.to(values.dtype), values, out, input_precision=PRECISION)
     if SKIP:
         out += tl.load(skip + h) * values

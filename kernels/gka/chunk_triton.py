@@ -76,6 +76,7 @@ def chunk_gka_triton(
         u = start_state(u, (table.sequences, heads, dim, v.shape[-1]), g).contiguous()
     if not num_iters:  # then x is q
         alpha, num_iters = torch.zeros_like(alpha), 1
-    mixed, h = mix(q, keys, g, w, alpha, h, table, ridge, num_iters)
-    o, u = decay_attention(mixed, keys, v.to(wide), g, w, u, table, default_scale(scale, dim))
+    mixed, low, h = mix(q, keys, g, w, alpha, h, table, ridge, num_iters)
+    # o = U^T x can be a small difference of large parts of x, more than bf16 holds.
+    o, u = decay_attention(mixed, keys, v.to(wide), g, w, u, table, default_scale(scale, dim), q_low=low)
     return o.to(q.dtype), (h, u)

@@ -78,21 +78,26 @@ class _Mix(torch.autograd.Function):
         table: ChunkTable,
         ridge: float,
         num_iters: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         states, final = chunk_states(k, k, g, w, initial, table, state_dtype(q))
         x = torch.empty_like(q, dtype=torch.float32 if q.dtype == torch.float32 else torch.float16)
         inverse, out = torch.empty_like(g), torch.empty_like(q, dtype=k.dtype)
+        low = None if k.dtype == torch.float32 else torch.empty_like(out)
         settings = {"table": table, "ridge": ridge, "num_iters": num_iters}
         sizes = torch.empty(table.chunks, q.shape[2], device=q.device, dtype=torch.float32)
-        _solve(q, None, q, k, (g, w, alpha), states, sizes, x, inverse, out, None, None, **settings, backward=False)
+        _solve(
+            q, None, q, k, (g, w, alpha), states, sizes, x, inverse, out, low, None, None, **settings, backward=False
+        )
         ctx.save_for_backward(q, k, g, w, alpha, initial, x, inverse, sizes)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
-        return out, final
+        if low is not None:
+            ctx.mark_non_differentiable(low)
+        return out, low, final
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor | None, _: None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, g, w, alpha, initial, x, inverse, sizes = ctx.saved_tensors
         table, ridge = ctx.settings["table"], ctx.settings["ridge"]
         heads, dim = q.shape[2:]
@@ -102,7 +107,7 @@ class _Mix(torch.autograd.Function):
         z, rho, d_alpha = torch.empty_like(x), torch.empty_like(g), torch.empty_like(g)
         d_q = torch.empty_like(q)
         d_out = torch.zeros_like(q, dtype=k.dtype) if d_out is None else d_out.contiguous()
-        rows = (x, inverse, z, d_alpha, rho)
+        rows = (x, inverse, z, None, d_alpha, rho)
         _solve(d_out, d_q, q, k, (g, w, alpha), states, sizes, *rows, **ctx.settings, backward=True)
         constants = _constants(q, k)
         starts = (table.seq_start, table.chunk_start, table.chunk_seq)
@@ -151,6 +156,9 @@ def mix(
     table: ChunkTable,
     ridge: float,
     num_iters: int,
-) -> tuple[Tensor, Tensor]:
-    """Return q/|q| + alpha (x - q/|q|) [B,T,H,D] in k's dtype and the last H [N,H,D,D]; all inputs contiguous."""
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return q/|q| + alpha (x - q/|q|) [B,T,H,D] in k's dtype, what rounding took off it, and the last H [N,H,D,D].
+
+    The second is None for fp32; all inputs are contiguous.
+    """
     return _Mix.apply(q, k, g, w, alpha, initial, table, ridge, num_iters)

@@ -192,6 +192,7 @@ def solve_kernel(
     x,
     inverse,
     out,
+    out_low,
     d_alpha,
     rho,
     seq_start,
@@ -215,7 +216,7 @@ def solve_kernel(
     """Solve the systems of a chunk and head, q [tokens,H,D], k [tokens,H/GROUP,D], gates [tokens,H], h [chunks,H,D,D].
 
     Forward: rhs is q; writes x times ||H|| [tokens,H,D], inverse = 1/||H||, sizes = ||h|| and out = q + alpha (x - q)
-    for q of length 1.
+    for q of length 1, and to out_low, if given, what rounding took off out.
     BACKWARD: rhs is the gradient of out and the right-hand sides are alpha rhs; writes to out their solutions z, times
     ||H|| and divided by the length of alpha rhs, that length / ||H|| to rho, d_alpha and d_q.
     """
@@ -272,3 +273,6 @@ def solve_kernel(
         store_rows(x + head * D, y, rows, columns, width, end, D)
         mixed = unit * (1 - mix)[:, None] + y * (mix * norm)[:, None]
         store_rows(out + head * D, mixed, rows, columns, width, end, D)
+        if out_low is not None:
+            mixed -= mixed.to(out.dtype.element_ty).to(tl.float32)
+            store_rows(out_low + head * D, mixed, rows, columns, width, end, D)

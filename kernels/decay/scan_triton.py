@@ -67,6 +67,7 @@ class _DecayAttention(torch.autograd.Function):
         q_low: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         g, w = g.contiguous(), w.contiguous()
+        initial = None if initial is None else initial.contiguous()
         heads, device = g.shape[2], q.device
         first = initial.mT if value_major and initial is not None else initial
         final = empty_state(table, heads, k.shape[3], v.shape[3], value_major, device)
@@ -87,8 +88,8 @@ class _DecayAttention(torch.autograd.Function):
         first = initial.mT if value_major and initial is not None else initial
         if d_o is None:
             d_o = q.new_zeros(*q.shape[:2], heads, v.shape[3])
-        if d_final is not None and value_major:
-            d_final = d_final.mT
+        if d_final is not None:
+            d_final = d_final.contiguous().mT if value_major else d_final.contiguous()
         gates = prepare_gates(g, w, table, scale)
         # Both ends of the scans are states of this shape; only the reverse scan's end is a result.
         d_first = empty_state(table, heads, k.shape[3], v.shape[3], value_major, q.device)

@@ -67,3 +67,42 @@ def test_short_conv():
         *(t[:1] if t.ndim == 3 else t for t in on_device((x, weight))), cu_seqlens=torch.tensor([0, 9, 100])
     )
     assert packed[1].shape == (2, 3, 32)
+
+
+def bf16_inputs(name, batch, tokens, heads=32, dim=128):
+    """Return random inputs at full size, with gates that forget within a few tokens."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(h, dtype=torch.bfloat16):
+        return torch.randn(batch, tokens, h, dim, device="cuda", generator=generator, dtype=dtype)
+
+    gate = torch.rand(batch, tokens, heads, device="cuda", generator=generator)
+    if name == "ssd":
+        rate = torch.full((heads,), -5.0, device="cuda")
+        return {"x": random(heads), "dt": gate + 1, "A": rate, "B": random(8), "C": random(8)}
+    inputs = {"q": random(heads), "k": random(8), "v": random(8), "g": -5 * (gate + 1), "beta": gate}
+    return {**inputs, "alpha": gate} if name == "gka" else inputs
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_chunk_offsets_beyond_2_31(name):
+    tokens, end = 2**31 // (32 * 128) + 1000, 640
+    inputs = bf16_inputs(name, 1, tokens)
+    with torch.no_grad():
+        found = call(OPS[name].chunk, inputs)
+        short = {n: x[:, -end:].contiguous() if x.ndim > 2 else x for n, x in inputs.items()}
+        expected = call(OPS[name].chunk, short)
+    # The chunks' borders lie elsewhere, so that only rounding differs.
+    assert_close([found[0][:, -300:].cpu(), *(x.cpu() for x in found[1:])],
+                 [expected[0][:, -300:].cpu(), *(x.cpu() for x in expected[1:])], 3e-2)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_decode_offsets_beyond_2_31(name):
+    rows = 2**31 // (32 * 128 * 128) + 5
+    inputs = bf16_inputs(name, rows, 1)
+    state = tuple(torch.zeros(rows, 32, 128, 128, device="cuda") for _ in range(2 if name == "gka" else 1))
+    last = {n: x[-3:] if x.ndim > 1 else x for n, x in inputs.items()}
+    expected = call(OPS[name].recurrent, last)
+    found = call(OPS[name].recurrent, inputs, state, inplace=True)
+    assert all(torch.equal(a[-3:], b) for a, b in zip(found, expected, strict=True))

@@ -9,61 +9,65 @@ from hybridize.kernels.decode import Rows, lined, new_state, read_gate, row_toke
 from hybridize.kernels.engine import launch, padded
 from hybridize.kernels.gka.inputs import EPS, GkaState, smallest_norm
 
-# One thread for every column. At 128 a thread uses 168 registers, so a multiprocessor holds three programs.
-CONFIGS = {
-    16: ({"num_warps": 1},),
-    32: ({"num_warps": 1},),
-    64: ({"num_warps": 2},),
-    128: ({"num_warps": 4},),
-}
+# With one warp for every 32 columns a thread has a tile of 4 x 32; at 128, three programs fit on a multiprocessor.
+CONFIGS = {16: ({"num_warps": 1},), 32: ({"num_warps": 1},), 64: ({"num_warps": 2},), 128: ({"num_warps": 4},)}
 
 
 @triton.jit
-def read_vector(pointer, d, in_d, eps):
-    """Read a vector [D]; return it and what its length is to be multiplied with."""
-    x = tl.load(pointer + d, mask=in_d, other=0.0).to(tl.float32)
-    return x, 1 / (tl.sqrt(tl.sum(x * x, 0)) + eps)
+def columns(B: tl.constexpr):
+    """Return 0 to B - 1 as [L, 1, B / L, 1] with L up to 32: the form of all vectors here, one entry a column."""
+    L: tl.constexpr = min(B, 32)
+    return tl.arange(0, L)[:, None, None, None] + L * tl.arange(0, B // L)[None, None, :, None]
 
 
 @triton.jit
-def read_row(pointer, d, in_d):
-    """Read a vector as a row [1, D]; ".ca" is the default, named to keep this load from being merged with another."""
-    return tl.load(pointer + d, mask=in_d, other=0.0, cache_modifier=".ca").to(tl.float32)[None, :]
+def as_rows(x):
+    """Turn a vector [L, 1, M, 1] into [1, M, 1, L], one entry for every row of a matrix [L, M', M, L']."""
+    return tl.permute(x, 1, 2, 3, 0)
+
+
+@triton.jit
+def offsets(B: tl.constexpr, BC: tl.constexpr, WIDTH: tl.constexpr):
+    """Offsets of a matrix of B rows and BC columns, WIDTH numbers to a row, by (column, row, column, row).
+
+    The hint makes Triton give a thread 4 neighbouring columns of every row that shares the row's higher part: a product
+    with a vector from the left then reads 32 of its entries in a thread, and is summed over 4 threads of one warp.
+    (A plain [row, column] tile is summed over all warps; a thread for every column reads the whole vector.)
+    """
+    return tl.max_contiguous(as_rows(columns(B)) * WIDTH + columns(BC), [32, 4, 2, 1])
+
+
+@triton.jit
+def sum_rows(x):
+    """Sum a matrix over its rows; the result is a vector over its columns."""
+    return tl.sum(tl.sum(x, 3, keep_dims=True), 1, keep_dims=True)
+
+
+@triton.jit
+def inverse_length(x, eps):
+    """Return 1 / (|x| + eps)."""
+    return 1 / (tl.sqrt(tl.sum(x * x)) + eps)
 
 
 @triton.jit
 def solve(gram, query, ridge, smallest, NUM_ITERS: tl.constexpr):
     """Solve (H + ridge ||H|| I) x = query by NUM_ITERS Chebyshev steps, as chebyshev() in naive.py; H = 0 gives 0."""
     # Scaled by the largest entry, so that no square underflows.
-    size = tl.max(tl.max(tl.abs(gram), 1), 0)
+    size = tl.max(tl.abs(gram))
     scaled = gram * (1 / tl.where(size > 0, size, 1.0))
-    norm = size * tl.sqrt(tl.sum(tl.sum(scaled * scaled, 1), 0))
+    norm = size * tl.sqrt(tl.sum(sum_rows(scaled * scaled)))
     inverse = tl.where(norm > smallest, 1 / tl.where(norm > smallest, norm, 1.0), 0.0)
-    BD: tl.constexpr = query.shape[0]
     step = 2 / (1 + 2 * ridge)
     quarter = 1 / ((1 + 2 * ridge) * (1 + 2 * ridge) * 4)
-    # Vectors are columns [D, 1] of the matrix's own layout, one entry a thread: x is exchanged once per step.
-    rhs = step * query[:, None]
+    rhs = step * query
     before, x, omega = tl.zeros_like(rhs), rhs, 2.0
     for _ in range(NUM_ITERS):
         omega = 1 / (1 - quarter * omega)
-        # Four sums side by side, because each addition waits for the one before it.
-        sums = tl.sum(tl.reshape(gram * tl.trans(x), [BD, BD // 4, 4]), 1)
-        target = rhs + (1 - step * ridge) * x - (step * inverse) * tl.sum(sums, 1)[:, None]
+        target = rhs + (1 - step * ridge) * x - (step * inverse) * sum_rows(gram * as_rows(x))  # H is symmetric
         target = before + omega * (target - before)
         before = x
         x = target
-    return tl.reshape(x * inverse, query.shape)
-
-
-@triton.jit
-def by_column(rows, columns, WIDTH: tl.constexpr):
-    """Offsets [columns, rows] into a matrix with rows of WIDTH numbers: every thread gets whole columns of it.
-
-    So products with the matrix from the left need no exchange between threads, and neighbouring threads still read
-    neighbouring numbers. Without the hint Triton would give a thread four neighbouring numbers instead.
-    """
-    return tl.max_contiguous(rows[None, :] * WIDTH + columns[:, None], [1, 1])
+    return x * inverse
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -83,17 +87,15 @@ def recurrent_gka_kernel(
         slot = tl.load(slots + n)
         if slot < 0:
             return
-    d, c = tl.arange(0, BD), tl.arange(0, BV)
+    d, c = columns(BD), columns(BV)
     in_d, in_v = d < D, c < DV
-    gram_at, gram_mask = by_column(d, d, D), in_d[None, :] & in_d[:, None]
-    u_at, u_mask = by_column(d, c, DV), in_d[None, :] & in_v[:, None]
+    gram_at, gram_mask = offsets(BD, BD, D), as_rows(in_d) & in_d
+    u_at, u_mask = offsets(BD, BV, DV), as_rows(in_d) & in_v
     h_out += (slot * H + h) * D * D
     u_out += (slot * H + h) * D * DV
-    gram = tl.zeros([BD, BD], tl.float32)
     if HAS_STATE:
         h_in += (slot * H + h) * D * D
         u_in += (slot * H + h) * D * DV
-        gram = tl.load(h_in + gram_at, mask=gram_mask, other=0.0)  # symmetric: its columns are its rows
     b, first, end = row_tokens(starts, n, T, PACKED)
     q += b * q_b + h * q_h
     k += b * k_b + (h // GROUP) * k_h
@@ -103,29 +105,37 @@ def recurrent_gka_kernel(
     rate = 0.0
     if LOGITS:
         rate = -tl.exp(tl.load(a_log + h).to(tl.float32))
+    # Vectors are read before the matrix they meet, so that Triton keeps the matrix's layout and converts theirs.
+    some = d < tl.where(first < end, D, 0)
+    key = tl.load(k + first * k_t + d, mask=some, other=0.0).to(tl.float32)
+    query = tl.load(q + first * q_t + d, mask=some, other=0.0).to(tl.float32)
+    gram = tl.zeros([min(BD, 32), BD // min(BD, 32), BD // min(BD, 32), min(BD, 32)], tl.float32)
+    if HAS_STATE:
+        gram = tl.load(h_in + gram_at, mask=gram_mask, other=0.0)
     for t in range(first, end):
+        if not ONE:
+            key = tl.load(k + t * k_t + d, mask=in_d, other=0.0).to(tl.float32)
+            query = tl.load(q + t * q_t + d, mask=in_d, other=0.0).to(tl.float32)
         gate = (b * T + t) * H + h
         log_decay = tl.load(g + gate).to(tl.float32)
         if LOGITS:
             log_decay = rate * softplus(log_decay + tl.load(dt_bias + h).to(tl.float32))
         decay = tl.exp(log_decay)
         write = read_gate(beta, gate, LOGITS) + eps
-        key, inverse = read_vector(k + t * k_t, d, in_d, eps)
-        # Read once more, because the key as a row fills registers in every thread: only from here on, and with all
-        # its factors on the one entry of the column that the thread owns.
-        row = read_row(k + t * k_t, d, in_d)
-        gram = gram * decay + (key * (write * inverse * write * inverse))[:, None] * row
-        query, unit = read_vector(q + t * q_t, d, in_d, eps)
-        query *= unit
+        length = inverse_length(key, eps)
+        gram = gram * decay + key * (write * length * write * length) * as_rows(key)
         if ONE or t == end - 1:
             tl.store(h_out + gram_at, gram, mask=gram_mask)
-        mixed = query
+        unit = query * inverse_length(query, eps)
+        mixed = unit
         if NUM_ITERS > 0:
-            mixed += read_gate(alpha, gate, LOGITS) * (solve(gram, query, ridge, smallest, NUM_ITERS) - query)
+            mixed += read_gate(alpha, gate, LOGITS) * (solve(gram, unit, ridge, smallest, NUM_ITERS) - unit)
         mixed *= scale
-        row = read_row(k + t * k_t, d, in_d)
-        value = tl.load(v + t * v_t + c, mask=in_v, other=0.0).to(tl.float32) * (write * inverse * write)
-        u = value[:, None] * row
+        # The key is read again, so that its rows fill no registers meanwhile; ".ca" is the default, and named to keep
+        # this load from being merged with the first.
+        again = tl.load(k + t * k_t + d, mask=in_d, other=0.0, cache_modifier=".ca").to(tl.float32)
+        value = tl.load(v + t * v_t + c, mask=in_v, other=0.0).to(tl.float32) * (write * length * write)
+        u = value * as_rows(again)
         if HAS_STATE and ONE:
             u += decay * tl.load(u_in + u_at, mask=u_mask, other=0.0)
         elif HAS_STATE:
@@ -133,11 +143,10 @@ def recurrent_gka_kernel(
         elif t > first:
             u += decay * tl.load(u_out + u_at, mask=u_mask, other=0.0)
         tl.store(u_out + u_at, u, mask=u_mask)
-        out = tl.sum(u * mixed[None, :], 1)
-        tl.store(o + gate * DV + c, out.to(o.dtype.element_ty), mask=in_v)
+        tl.store(o + gate * DV + c, sum_rows(u * as_rows(mixed)).to(o.dtype.element_ty), mask=in_v)
     if PACKED and first == end:  # a row without tokens keeps its state
         tl.store(h_out + gram_at, gram, mask=gram_mask)
-        u = tl.zeros([BV, BD], tl.float32)
+        u = tl.zeros([min(BV, 32), BD // min(BD, 32), BV // min(BV, 32), min(BD, 32)], tl.float32)
         if HAS_STATE:
             u = tl.load(u_in + u_at, mask=u_mask, other=0.0)
         tl.store(u_out + u_at, u, mask=u_mask)

@@ -5,6 +5,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
+from shutil import which
+from sysconfig import get_paths
 from typing import Any
 
 import torch
@@ -57,6 +59,9 @@ def _machine_obstacle(device: torch.device) -> str | None:
         return f"the Triton kernels run on NVIDIA GPUs, and this is {'ROCm' if torch.version.hip else device.type}"
     if capability(device) < (8, 0):
         return "the Triton kernels need compute capability 8.0, and this GPU has {}.{}".format(*capability(device))
+    compiler = os.environ.get("CC") or next(filter(None, map(which, ("clang", "gcc", "cc"))), None)
+    if compiler is None or not os.path.exists(os.path.join(get_paths()["include"], "Python.h")):
+        return "Triton needs a C compiler and Python's headers (on Debian: apt install gcc python3-dev)"
     return None
 
 

@@ -65,6 +65,10 @@ def test_old_gpus_and_other_devices(monkeypatch):
     monkeypatch.setattr(engine, "capability", lambda device: (7, 5))
     assert "compute capability 8.0, and this GPU has 7.5" in obstacle(torch.device("cuda"))
     assert "and this is mps" in obstacle(torch.device("mps"))
+    monkeypatch.setattr(engine, "capability", lambda device: (9, 0))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(engine, "which", lambda name: None)
+    assert "needs a C compiler" in obstacle(torch.device("cuda"))
     monkeypatch.setattr(engine, "find_spec", lambda name: None)
     assert "not installed" in obstacle(torch.device("cuda"))
 

@@ -13,7 +13,13 @@ from hybridize.kernels.decay.forward_triton import prepare_gates, scan, state_dt
 from hybridize.kernels.decay.scan_triton import chunk_states
 from hybridize.kernels.engine import interpreted, launch, product_tile
 from hybridize.kernels.gka.inputs import EPS, chebyshev_weights
-from hybridize.kernels.gka.triton_backward import key_gradient_kernel, reverse_scan_kernel, start_gradient_kernel
+from hybridize.kernels.gka.triton_backward import (
+    key_gradient_kernel,
+    mix_gradient_kernel,
+    pair_gradient_kernel,
+    reverse_scan_kernel,
+    start_gradient_kernel,
+)
 from hybridize.kernels.gka.triton_kernels import solve_kernel
 from hybridize.kernels.varlen import ChunkTable
 
@@ -36,8 +42,6 @@ def _constants(q: Tensor, k: Tensor) -> dict[str, Any]:
 
 def _solve(
     rhs: Tensor,
-    d_q: Tensor | None,
-    q: Tensor,
     k: Tensor,
     gates: tuple[Tensor, Tensor, Tensor],
     states: Tensor,
@@ -49,12 +53,12 @@ def _solve(
 ) -> None:
     """Run solve_kernel on the chunks of all heads."""
     step, _ = chebyshev_weights(ridge, 0)
-    constants = _constants(q, k)
+    constants = _constants(rhs, k)
     launch(
         solve_kernel,
-        lambda _: (table.chunks * q.shape[2],),
+        lambda _: (table.chunks * rhs.shape[2],),
         [{"num_warps": 4, "num_stages": 1}],
-        *(rhs, d_q, q, k, *gates, states, *results, table.seq_start, table.chunk_start, table.chunk_seq),
+        *(rhs, k, *gates, states, *results, table.seq_start, table.chunk_start, table.chunk_seq),
         *(step, 1 - step * ridge, (1 / (1 + 2 * ridge)) ** 2 / 4),
         **constants,
         ITERS=num_iters,
@@ -85,9 +89,8 @@ class _Mix(torch.autograd.Function):
         low = None if k.dtype == torch.float32 else torch.empty_like(out)
         settings = {"table": table, "ridge": ridge, "num_iters": num_iters}
         sizes = torch.empty(table.chunks, q.shape[2], device=q.device, dtype=torch.float32)
-        _solve(
-            q, None, q, k, (g, w, alpha), states, sizes, x, inverse, out, low, None, None, **settings, backward=False
-        )
+        results = (sizes, x, inverse, out, low, None, None, None)
+        _solve(q, k, (g, w, alpha), states, *results, **settings, backward=False)
         ctx.save_for_backward(q, k, g, w, alpha, initial, x, inverse, sizes)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
@@ -104,12 +107,20 @@ class _Mix(torch.autograd.Function):
         gates = prepare_gates(g, w, table, 1.0)
         d_initial = torch.empty(table.sequences, heads, dim, dim, device=q.device, dtype=torch.float32)
         states = scan(k, k, gates.kept, gates.c, initial, d_initial, table, state_dtype(q))
-        z, rho, d_alpha = torch.empty_like(x), torch.empty_like(g), torch.empty_like(g)
-        d_q = torch.empty_like(q)
+        z = torch.empty_like(x)
+        rho, quadratic, through = (torch.empty_like(g) for _ in range(3))
         d_out = torch.zeros_like(q, dtype=k.dtype) if d_out is None else d_out.contiguous()
-        rows = (x, inverse, z, None, d_alpha, rho)
-        _solve(d_out, d_q, q, k, (g, w, alpha), states, sizes, *rows, **ctx.settings, backward=True)
+        results = (sizes, x, None, z, None, rho, quadratic, through)
+        _solve(d_out, k, (g, w, alpha), states, *results, **ctx.settings, backward=True)
+        d_q, d_alpha = torch.empty_like(q), torch.empty_like(g)
         constants = _constants(q, k)
+        launch(
+            mix_gradient_kernel,
+            lambda meta: (triton.cdiv(g.numel(), meta["ROWS"]),),
+            [{"ROWS": 16, "num_warps": 4}],
+            *(q, alpha, x, inverse, z, rho, d_out, d_q, d_alpha, g.numel()),
+            **{n: constants[n] for n in ("D", "BD", "EPS")},
+        )
         starts = (table.seq_start, table.chunk_start, table.chunk_seq)
         d_states = torch.empty_like(states)
         launch(
@@ -134,13 +145,23 @@ class _Mix(torch.autograd.Function):
             BLOCK=part,
             PARTS=parts,
         )
-        d_k, d_g, d_w = torch.empty_like(k), torch.empty_like(g), torch.empty_like(g)
+        d_k, d_g, d_w, d_log, by_start = torch.empty_like(k), *(torch.empty_like(g) for _ in range(4))
+        d_keys = torch.empty_like(q, dtype=k.dtype)
+        launch(
+            pair_gradient_kernel,
+            lambda _: (table.chunks * heads,),
+            [{"num_warps": 4, "num_stages": 1}],
+            *(k, w, gates.c, sizes, x, z, inverse, rho, quadratic, through, d_keys, d_w, d_log, by_start),
+            *(*starts, ridge),
+            **{n: constants[n] for n in ("H", "GROUP", "D", "BD", "DTYPE", "PRECISION")},
+        )
         launch(
             key_gradient_kernel,
             lambda _: (table.chunks * k.shape[2],),
             [{"num_warps": 8, "num_stages": 1}],
-            *(k, g, w, states, sizes, x, z, inverse, rho, d_states, products, largest, d_k, d_g, d_w, *starts, ridge),
-            **constants,
+            *(k, g, w, gates.c, states, sizes, d_states, products, largest, by_start, d_log, d_keys, d_k, d_g, d_w),
+            *starts,
+            **{n: constants[n] for n in ("H", "GROUP", "D", "BD", "FLOOR", "DTYPE", "PRECISION")},
             PARTS=parts,
         )
         return d_q, d_k, d_g, d_w, d_alpha, None if initial is None else d_initial, None, None, None

@@ -8,8 +8,17 @@ these, the norm term acts like a gradient -ridge c rho / n^2 of H_t in the direc
 import triton
 import triton.language as tl
 
-from hybridize.kernels.decay.triton_kernels import chunk_tokens
-from hybridize.kernels.gka.triton_kernels import decays, inverse_or_0, load_keys, load_rows, load_state, store_rows
+from hybridize.kernels.decay.triton_kernels import chunk_tokens, in_two
+from hybridize.kernels.gka.triton_kernels import (
+    decays,
+    inverse_or_0,
+    lengths,
+    load_keys,
+    load_rows,
+    load_state,
+    store_rows,
+    unit_gradient,
+)
 
 
 @triton.jit
@@ -120,22 +129,21 @@ def reverse_scan_kernel(
 
 
 @triton.jit
-def key_gradient_kernel(
+def pair_gradient_kernel(
     k,
-    g,
     w,
-    h,
+    c,
     sizes,
     x,
     z,
     inverse,
     rho,
-    d_states,
-    products,
-    largest_parts,
-    d_k,
-    d_g,
+    quadratic,
+    through,
+    d_keys,
     d_w,
+    d_log,
+    by_start,
     seq_start,
     chunk_start,
     chunk_seq,
@@ -144,13 +152,109 @@ def key_gradient_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write what the tokens of a chunk and head give each other: parts of d_k, d_w and of the gradient of the sums of g.
+
+    d_keys [tokens,H,D] is the gradient of u without that of u.H_0 u, which is by_start (H_0 + H_0^T) u / 2.
+    """
+    C: tl.constexpr = 64
+    m = tl.program_id(0).to(tl.int64) // H
+    head = tl.program_id(0) % H
+    first, end = chunk_tokens(m, seq_start, chunk_start, chunk_seq, C)
+    rows = first + tl.arange(0, C)
+    columns = tl.arange(0, BD)
+    gates = rows * H + head
+    keys, length = load_keys(k + head // GROUP * D, rows, columns, H // GROUP * D, end, D)
+    u = keys.to(DTYPE)
+    u_t = tl.trans(u)
+    solved = load_rows(x + head * D, rows, columns, H * D, end, D).to(DTYPE)
+    adjoint = load_rows(z + head * D, rows, columns, H * D, end, D).to(DTYPE)
+    along = -ridge * tl.sum(solved.to(tl.float32) * adjoint.to(tl.float32), 1)
+    norm = tl.load(inverse + gates, mask=rows < end, other=0.0)
+    write = tl.load(w + gates, mask=rows < end, other=0.0)
+    # Gradients have any size, and fp16 has not: the largest weight becomes 1.
+    strength = tl.load(rho + gates, mask=rows < end, other=0.0)
+    largest = tl.max(strength, 0)
+    strength *= inverse_or_0(largest)
+    along *= strength
+    f, d = chunk_decays(c + (m * H + head) * C, norm, length)
+    size = tl.load(sizes + m * H + head)
+    row = d * size * norm
+    key_start = tl.load(quadratic + gates, mask=rows < end, other=0.0)
+
+    gram = tl.dot(u, u_t, input_precision=PRECISION)
+    e = f * write[None, :]
+    low = e.to(DTYPE)
+    by_key = tl.sum(e * key_start[None, :], 1)
+    own = tl.where(size > 0, row, 0.0) + by_key
+    lost = tl.load(through + gates, mask=rows < end, other=0.0) * strength * row
+    pairs = tl.dot(low, (gram * gram).to(DTYPE), input_precision=PRECISION)
+    tl.store(by_start + gates, 2 * largest * tl.sum(e * (along * row)[:, None], 0), mask=rows < end)
+    both = tl.dot(tl.trans(low), (e * along[:, None]).to(DTYPE), input_precision=PRECISION)
+    both = (2 * both * gram).to(DTYPE)
+    left = tl.dot(adjoint, u_t, input_precision=PRECISION)
+    right = tl.dot(solved, u_t, input_precision=PRECISION)
+    d_e = along[:, None] * (row[:, None] * key_start[None, :] + pairs) - left * right * strength[:, None]
+    d_e *= f
+    tl.store(d_w + gates, tl.sum(d_e, 0) * largest, mask=rows < end)
+    earlier = rows[:, None] > rows[None, :]  # the diagonal does not depend on g
+    d_e = tl.where(earlier, d_e * write[None, :], 0.0)
+    d_sums = along * row * own - lost + tl.sum(d_e, 1) - tl.sum(d_e, 0)
+    tl.store(d_log + gates, d_sums * largest, mask=rows < end)
+
+    weighted = f * write[None, :] * -strength[:, None]
+    part = tl.dot(both, u, input_precision=PRECISION)
+    part = tl.dot(tl.trans((weighted * left).to(DTYPE)), solved, part, input_precision=PRECISION)
+    part = tl.dot(tl.trans((weighted * right).to(DTYPE)), adjoint, part, input_precision=PRECISION)
+    store_rows(d_keys + head * D, part * largest, rows, columns, H * D, end, D)
+
+
+@triton.jit
+def chunk_decays(c, norm, length):
+    """Return e^(c_t - c_i) norm_t length_i^2, lower triangular, and e^(c_t) of the running sums c of one chunk."""
+    at = tl.arange(0, 64)
+    sums = tl.load(c + at)
+    high, low = in_two(sums)
+    gap = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+    f = tl.exp(tl.where(at[:, None] >= at[None, :], gap, float("-inf")))
+    return f * norm[:, None] * (length * length)[None, :], tl.exp(sums.to(tl.float32))
+
+
+@triton.jit
+def key_gradient_kernel(
+    k,
+    g,
+    w,
+    c,
+    h,
+    sizes,
+    d_states,
+    products,
+    largest_parts,
+    by_start,
+    d_log,
+    d_keys,
+    d_k,
+    d_g,
+    d_w,
+    seq_start,
+    chunk_start,
+    chunk_seq,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
     FLOOR: tl.constexpr,
-    EPS: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Write d_k of one chunk and key head, and d_g and d_w of its query heads; d_states are those after each chunk."""
+    """Add to pair_gradient_kernel's results what goes through the states before and after a chunk, for one key head.
+
+    Writes d_k and the d_g of its query heads and completes their d_w; d_states are those after each chunk.
+    """
     C: tl.constexpr = 64
     key_heads: tl.constexpr = H // GROUP
     m = tl.program_id(0).to(tl.int64) // key_heads
@@ -160,70 +264,69 @@ def key_gradient_kernel(
     columns = tl.arange(0, BD)
     keys, length = load_keys(k + key_head * D, rows, columns, key_heads * D, end, D)
     u = keys.to(DTYPE)
-    u_t = tl.trans(u)
-    gram = tl.dot(u, u_t, input_precision=PRECISION)
     is_last = rows == tl.minimum(first + C, end) - 1
-    earlier = rows[:, None] > rows[None, :]
-    d_keys = tl.zeros([C, BD], tl.float32)
+    total = tl.zeros([C, BD], tl.float32)
     for member in range(GROUP):
         head = key_head * GROUP + member
         at = (m * H + head) * D * D
         gates = rows * H + head
-        norm = tl.load(inverse + gates, mask=rows < end, other=0.0)
-        write = tl.load(w + gates, mask=rows < end, other=0.0)
-        strength = tl.load(rho + gates, mask=rows < end, other=0.0)
-        largest = tl.max(strength, 0)
-        strength *= inverse_or_0(largest)
-        f, d = decays(g + head, rows, end, H, FLOOR)
-        f *= (length * length)[None, :]
-        e = f * norm[:, None] * write[None, :]
-        solved = load_rows(x + head * D, rows, columns, H * D, end, D).to(DTYPE)
-        adjoint = load_rows(z + head * D, rows, columns, H * D, end, D).to(DTYPE)
-        along = -ridge * tl.sum(solved.to(tl.float32) * adjoint.to(tl.float32), 1)
-
-        size = tl.load(sizes + m * H + head)
-        start = (load_state(h + at, columns, D) * inverse_or_0(size)).to(DTYPE)
-        row = d * size * norm
-        keys_start = tl.dot(u, start, input_precision=PRECISION)
-        quadratic = tl.sum(keys_start * u.to(tl.float32), 1)
-        through = tl.sum(tl.dot(adjoint, start, input_precision=PRECISION) * solved.to(tl.float32), 1)
-        own = tl.where(size > 0, row, 0.0) + tl.sum(e * quadratic[None, :], 1)
-        d_log = strength * row * (along * own - through)
-
-        left = tl.dot(adjoint, u_t, input_precision=PRECISION)
-        right = tl.dot(solved, u_t, input_precision=PRECISION)
-        low = e.to(DTYPE)
-        pairs = tl.dot(low, (gram * gram).to(DTYPE), input_precision=PRECISION)
-        d_e = (along[:, None] * (row[:, None] * quadratic[None, :] + pairs) - left * right) * strength[:, None]
-        d_write = tl.sum(f * norm[:, None] * d_e, 0) * largest
-        d_e = tl.where(earlier, e * d_e, 0.0)  # the diagonal does not depend on g
-        d_log = (d_log + tl.sum(d_e, 1) - tl.sum(d_e, 0)) * largest
-
-        weighted = e * -strength[:, None]
-        part = tl.dot(tl.trans((weighted * left).to(DTYPE)), solved, input_precision=PRECISION)
-        part = tl.dot(tl.trans((weighted * right).to(DTYPE)), adjoint, part, input_precision=PRECISION)
-        along *= strength
-        both = tl.dot(tl.trans(low), (e * along[:, None]).to(DTYPE), input_precision=PRECISION) * gram
-        part += 2 * tl.sum(e * (along * row)[:, None], 0)[:, None] * keys_start
-        d_keys += tl.dot((2 * both).to(DTYPE), u, part, input_precision=PRECISION) * largest
-
-        # What the state after the chunk passes on: sum_i E_Ci u_i u_i^T and d_C H_0.
+        # The gradient of the state after the chunk, sum_i F_Ci w_i |k_i|^2 u_i u_i^T + d_C H_0, has any size.
         parts = (m * H + head) * PARTS + tl.arange(0, PARTS)
         most = tl.max(tl.load(largest_parts + parts), 0)
         carried = (load_state(d_states + at, columns, D) * inverse_or_0(most)).to(DTYPE)
         passed = tl.dot(u, carried, input_precision=PRECISION)
-        passed = tl.dot(u, tl.trans(carried), passed, input_precision=PRECISION) * most
-        kept = tl.sum(tl.where(is_last[:, None], f, 0.0), 0)
+        passed = tl.dot(u, tl.trans(carried), passed, input_precision=PRECISION)
+        sums = tl.load(c + (m * H + head) * C + tl.arange(0, C))
+        whole = tl.load(c + (m * H + head) * C + C - 1)
+        kept = tl.exp((whole - sums).to(tl.float32)) * length * length * most
+        write = tl.load(w + gates, mask=rows < end, other=0.0)
         d_kept = kept * tl.sum(passed * u.to(tl.float32), 1) * 0.5
-        d_write += d_kept
-        d_keys += passed * (kept * write)[:, None]
-        d_kept = tl.where(is_last, 0.0, d_kept * write)
-        decayed = tl.sum(tl.load(products + parts), 0) * tl.sum(tl.where(is_last, d, 0.0), 0)
-        d_log += tl.where(is_last, tl.sum(d_kept, 0) + decayed, 0.0) - d_kept
+        total += passed * (kept * write)[:, None]
 
+        start = (load_state(h + at, columns, D) * inverse_or_0(tl.load(sizes + m * H + head))).to(DTYPE)
+        by_key = tl.load(by_start + gates, mask=rows < end, other=0.0)
+        total += tl.dot(u, start, input_precision=PRECISION) * by_key[:, None]
+        total += load_rows(d_keys + head * D, rows, columns, H * D, end, D)
+
+        d_write = tl.load(d_w + gates, mask=rows < end, other=0.0) + d_kept
         tl.store(d_w + gates, d_write, mask=rows < end)
+        d_kept = tl.where(is_last, 0.0, d_kept * write)
+        decayed = tl.sum(tl.load(products + parts), 0) * tl.exp(whole.to(tl.float32))
+        d_sums = tl.load(d_log + gates, mask=rows < end, other=0.0) - d_kept
+        d_sums += tl.where(is_last, tl.sum(d_kept, 0) + decayed, 0.0)
         decay = tl.load(g + gates, mask=rows < end, other=0.0)
-        d_decay = tl.where(decay < FLOOR, 0.0, tl.cumsum(d_log, 0, reverse=True))
+        d_decay = tl.where(decay < FLOOR, 0.0, tl.cumsum(d_sums, 0, reverse=True))
         tl.store(d_g + gates, d_decay, mask=rows < end)
-    d_keys *= inverse_or_0(length)[:, None]
-    store_rows(d_k + key_head * D, d_keys, rows, columns, key_heads * D, end, D)
+    total *= inverse_or_0(length)[:, None]
+    store_rows(d_k + key_head * D, total, rows, columns, key_heads * D, end, D)
+
+
+@triton.jit
+def mix_gradient_kernel(
+    q,
+    alpha,
+    x,
+    inverse,
+    z,
+    rho,
+    d_out,
+    d_q,
+    d_alpha,
+    total,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    EPS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Write d_q and d_alpha of q + alpha (x - q) for q of length 1, rows of [total,D] and [total]."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BD)
+    mask = rows < total
+    query = load_rows(q, rows, columns, D, total, D)
+    d_mixed = load_rows(d_out, rows, columns, D, total, D)
+    solved = load_rows(x, rows, columns, D, total, D) * tl.load(inverse + rows, mask=mask, other=0.0)[:, None]
+    unit = query * (1 / (lengths(query)[0] + EPS))[:, None]
+    tl.store(d_alpha + rows, tl.sum(d_mixed * (solved - unit), 1), mask=mask)
+    d_unit = load_rows(z, rows, columns, D, total, D) * tl.load(rho + rows, mask=mask, other=0.0)[:, None]
+    d_unit += d_mixed * (1 - tl.load(alpha + rows, mask=mask, other=0.0))[:, None]
+    store_rows(d_q, unit_gradient(query, d_unit, EPS), rows, columns, D, total, D)

@@ -181,8 +181,6 @@ def unit_kernel(x, out, d_out, total, D: tl.constexpr, EPS: tl.constexpr, ROWS: 
 @triton.jit
 def solve_kernel(
     rhs,
-    d_q,
-    q,
     k,
     g,
     w,
@@ -193,8 +191,9 @@ def solve_kernel(
     inverse,
     out,
     out_low,
-    d_alpha,
     rho,
+    quadratic,
+    through,
     seq_start,
     chunk_start,
     chunk_seq,
@@ -213,12 +212,13 @@ def solve_kernel(
     PACKED: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    """Solve the systems of a chunk and head, q [tokens,H,D], k [tokens,H/GROUP,D], gates [tokens,H], h [chunks,H,D,D].
+    """Solve the systems of a chunk and head, rhs [tokens,H,D], k [tokens,H/GROUP,D], gates [tokens,H], h [chunks,H,D,D].
 
     Forward: rhs is q; writes x times ||H|| [tokens,H,D], inverse = 1/||H||, sizes = ||h|| and out = q + alpha (x - q)
     for q of length 1, and to out_low, if given, what rounding took off out.
     BACKWARD: rhs is the gradient of out and the right-hand sides are alpha rhs; writes to out their solutions z, times
-    ||H|| and divided by the length of alpha rhs, that length / ||H|| to rho, d_alpha and d_q.
+    ||H|| and divided by the length of alpha rhs, that length / ||H|| to rho, and quadratic = u.h u and through = z.h x
+    [tokens,H] of h divided by its norm.
     """
     C: tl.constexpr = 64
     m = tl.program_id(0).to(tl.int64) // H
@@ -237,11 +237,11 @@ def solve_kernel(
         size = frobenius(start)
         tl.store(sizes + m * H + head, size)
     h0 = (start * inverse_or_0(size)).to(DTYPE)
-    quadratic = tl.sum(tl.dot(u, h0, input_precision=PRECISION) * keys, 1)
+    by_key = tl.sum(tl.dot(u, h0, input_precision=PRECISION) * keys, 1)
     gram = tl.dot(u, u_t, input_precision=PRECISION)
     e, d = decays(g + head, rows, end, H, FLOOR)
     e *= (tl.load(w + rows * H + head, mask=rows < end, other=0.0) * length * length)[None, :]
-    e, d, norm = gram_norms(gram, quadratic, e, d, size, DTYPE, PRECISION)
+    e, d, norm = gram_norms(gram, by_key, e, d, size, DTYPE, PRECISION)
     e = (e * -step).to(DTYPE)
     row = d * -step
 
@@ -250,26 +250,24 @@ def solve_kernel(
         b *= tl.load(alpha + rows * H + head, mask=rows < end, other=0.0)[:, None]
         length, norm_rhs = lengths(b)
         tl.store(rho + rows * H + head, length * norm, mask=rows < end)
+        tl.store(quadratic + rows * H + head, by_key, mask=rows < end)
         b *= norm_rhs[:, None]
     else:
         tl.store(inverse + rows * H + head, norm, mask=rows < end)
         b *= (1 / (lengths(b)[0] + EPS))[:, None]
     y = chebyshev((b * step).to(DTYPE), u, h0, e, row, rest, rho4, ITERS, DTYPE, PRECISION, PACKED)
 
-    tl.debug_barrier()  # what follows reads norm and rho back rather than hold them over the loop
-    mix = tl.load(alpha + rows * H + head, mask=rows < end, other=0.0)
-    norm = tl.load(inverse + rows * H + head, mask=rows < end, other=0.0)
-    query = load_rows(q + head * D, rows, columns, width, end, D)
-    unit = query * (1 / (lengths(query)[0] + EPS))[:, None]
     if BACKWARD:
         store_rows(out + head * D, y, rows, columns, width, end, D)
-        b = load_rows(rhs + head * D, rows, columns, width, end, D)
-        solved = load_rows(x + head * D, rows, columns, width, end, D) * norm[:, None]
-        tl.store(d_alpha + rows * H + head, tl.sum(b * (solved - unit), 1), mask=rows < end)
-        size = tl.load(rho + rows * H + head, mask=rows < end, other=0.0)
-        d_unit = b * (1 - mix)[:, None] + y * size[:, None]
-        store_rows(d_q + head * D, unit_gradient(query, d_unit, EPS), rows, columns, width, end, D)
+        from_start = tl.dot(y.to(DTYPE), h0, input_precision=PRECISION)
+        solved = load_rows(x + head * D, rows, columns, width, end, D)
+        tl.store(through + rows * H + head, tl.sum(from_start * solved, 1), mask=rows < end)
     else:
+        tl.debug_barrier()  # what follows reads norm back rather than hold it over the loop
+        mix = tl.load(alpha + rows * H + head, mask=rows < end, other=0.0)
+        norm = tl.load(inverse + rows * H + head, mask=rows < end, other=0.0)
+        query = load_rows(rhs + head * D, rows, columns, width, end, D)
+        unit = query * (1 / (lengths(query)[0] + EPS))[:, None]
         store_rows(x + head * D, y, rows, columns, width, end, D)
         mixed = unit * (1 - mix)[:, None] + y * (mix * norm)[:, None]
         store_rows(out + head * D, mixed, rows, columns, width, end, D)

@@ -138,8 +138,10 @@ def _chunk_table(bounds: tuple[int, ...], chunk: int, device: torch.device) -> C
     chunks = (seq_start.diff() + chunk - 1) // chunk
     chunk_start = F.pad(chunks.cumsum(0), (1, 0)).to(torch.int32)
     chunk_seq = torch.repeat_interleave(torch.arange(len(chunks), dtype=torch.int32), chunks)
-    on_device = (t.to(device) for t in (seq_start, chunk_start, chunk_seq))
-    return ChunkTable(len(chunks), len(chunk_seq), *on_device, tuple(chunk_start.tolist()))
+    starts = tuple(chunk_start.tolist())
+    return ChunkTable(
+        len(chunks), len(chunk_seq), seq_start.to(device), chunk_start.to(device), chunk_seq.to(device), starts
+    )
 
 
 class SegmentTable(NamedTuple):
@@ -170,7 +172,5 @@ def _segment_table(bounds: tuple[int, ...], length: int, device: torch.device) -
         sequences += [n] * parts
         seq_segment.append(len(starts))
     followed = [s for s, (n, after) in enumerate(pairwise(sequences)) if n == after]
-    on_device = (
-        torch.tensor(x, dtype=torch.int32).to(device) for x in ([*starts, bounds[-1]], sequences, seq_segment, followed)
-    )
-    return SegmentTable(len(starts), *on_device)
+    lists = ([*starts, bounds[-1]], sequences, seq_segment, followed)
+    return SegmentTable(len(starts), *(torch.tensor(x, dtype=torch.int32).to(device) for x in lists))

@@ -1,4 +1,4 @@
-"""Runs the fused Triton kernels of linear attention with a scalar decay per head: no state between chunks is written."""
+"""Runs the fused Triton kernels of linear attention with a scalar decay per head, whose states stay in registers."""
 
 import torch
 import triton
@@ -106,6 +106,7 @@ def fused(
         GIVEN=first is not None,
         SKIP=skip is not None,
         STATE=getattr(triton.language, str(state_dtype(q)).removeprefix("torch.")),
+        TAILS=table.chunks * CHUNK != q.shape[0] * q.shape[1],
         BK=block(width),
         **shared,
     )

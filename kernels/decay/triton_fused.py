@@ -173,18 +173,20 @@ def chunk_step(
     queries = token_tile(q, rows, left, STRIDE_Q, CHUNK, WHOLE, K, BK)
     keys = token_tile(k, rows, left, STRIDE_K, CHUNK, WHOLE, K, BK)
     values = token_tile(v, columns, left, STRIDE_V, CHUNK, WHOLE, V, BV)
-    out = tl.dot(queries.to(STATE), tl.trans(state.to(STATE)), input_precision=PRECISION)
-    out *= tl.load(lead + gates + at)[:, None]
     whole = tl.load(high + gates + at)
     gap = whole[:, None] - whole[None, :] + tl.load(low + gates + at)[:, None]
     e = tl.exp2(tl.where(at[:, None] >= at[None, :], gap, float("-inf"))) * tl.load(write + gates + at)[None, :]
-    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * e
-    out = tl.dot(scores.to(values.dtype), values, out, input_precision=PRECISION)
+    scores = (tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * e).to(values.dtype)
+    out = tl.dot(queries.to(STATE), tl.trans(state.to(STATE)), input_precision=PRECISION)
+    out *= tl.load(lead + gates + at)[:, None]
+    out = tl.dot(scores, values, out, input_precision=PRECISION)
     if SKIP:
         out += skip * values
     target = o + at[:, None] * H * V + columns[None, :]
-    known = (columns < V)[None, :]
-    tl.store(target, out.to(o.dtype.element_ty), mask=known if WHOLE else known & (at < left)[:, None])
+    if WHOLE and V % BV == 0:
+        tl.store(target, out.to(o.dtype.element_ty))
+    else:
+        tl.store(target, out.to(o.dtype.element_ty), mask=(at < left)[:, None] & (columns < V)[None, :])
     scaled = (tl.trans(values) * tl.load(kept + gates + at)[None, :]).to(values.dtype)
     return tl.dot(scaled, keys, state * tl.exp2(decay), input_precision=PRECISION)
 
@@ -228,12 +230,13 @@ def fused_kernel(
     GIVEN: tl.constexpr,
     SKIP: tl.constexpr,
     STATE: tl.constexpr,
+    TAILS: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
     """Write o of one segment, head and block of V as output_kernel does, and the last state of its sequence.
 
-    The state starts from the first one and the totals of the sequence's earlier segments; STATE is its dtype in products.
+    The state starts from the first one and the totals of the sequence's earlier segments; products take it as STATE.
     """
     VB: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
@@ -243,8 +246,10 @@ def fused_kernel(
     s = pid // (VB * H)
     n = tl.load(segment_seq + s).to(tl.int64)
     m, chunks, first = segment_tokens(s, n, seq_start, chunk_start, segment_start, CHUNK)
-    whole_chunks = tl.minimum(chunks, ((tl.load(seq_start + n + 1) - first) // CHUNK).to(tl.int32))
-    left = (tl.load(seq_start + n + 1) - first - whole_chunks.to(tl.int64) * CHUNK).to(tl.int32)
+    whole_chunks = chunks
+    if TAILS:
+        tokens = tl.load(seq_start + n + 1) - first
+        whole_chunks = tl.minimum(chunks, (tokens // CHUNK).to(tl.int32))
     if GIVEN:
         start = first_state + (n * H + h) * K * V
         state = state_tile(start, columns, rows, FIRST_V, FIRST_K, V, K, BV, BK).to(tl.float32)
@@ -276,7 +281,9 @@ def fused_kernel(
         v += CHUNK * STRIDE_V
         o += CHUNK * H * V
         gates += H * CHUNK
-    if whole_chunks < chunks:
+    # Sequences of whole chunks are spared this, which costs the loop above registers.
+    if TAILS and whole_chunks < chunks:
+        left = (tokens - whole_chunks.to(tl.int64) * CHUNK).to(tl.int32)
         state = chunk_step(
             *(state, decay, q, k, v, o, gates, high, low, write, kept, lead, bonus, rows, columns),
             *(STRIDE_Q, STRIDE_K, STRIDE_V, left, H, K, V, CHUNK, PRECISION, SKIP, STATE, False, BK, BV),

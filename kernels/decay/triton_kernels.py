@@ -87,9 +87,7 @@ def gate_kernel(
 ):
     """Write c, the fp64 running sum of g in a chunk, kept = e^(c_C - c) w and lead = scale e^c, for BH heads."""
     heads = tl.program_id(1) * BH + tl.arange(0, BH)
-    sums, left, weight, target, inside = chunk_gates(
-        g, w, heads, seq_start, chunk_start, chunk_seq, H, CHUNK, FLOOR
-    )
+    sums, left, _, target, inside = chunk_gates(g, w, heads, seq_start, chunk_start, chunk_seq, H, CHUNK, FLOOR)
     tl.store(c + target, sums, mask=inside)
     tl.store(kept + target, left, mask=inside)
     tl.store(lead + target, tl.exp(sums.to(tl.float32)) * scale, mask=inside)

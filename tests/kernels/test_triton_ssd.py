@@ -25,7 +25,9 @@ def _path(request, monkeypatch):
     """Take the kernels that write the states between chunks, or the fused ones with segments of one chunk or two."""
     from hybridize.kernels.decay import fused_triton
 
-    monkeypatch.setattr(fused_triton, "DTYPES", [torch.float32, torch.float16, torch.bfloat16] * request.param)
+    # A GPU has too few registers for the states of fp32 and fp16; the interpreter computes wrong in bf16.
+    dtypes = [torch.float32, torch.float16] if interpreted() else fused_triton.DTYPES
+    monkeypatch.setattr(fused_triton, "DTYPES", dtypes * request.param)
     monkeypatch.setattr(fused_triton, "SHORTEST", 1)
 
 
@@ -154,12 +156,13 @@ def test_inert_steps_leave_the_state_bit_unchanged():
 def test_segments_of_any_number(lengths, monkeypatch):
     from hybridize.kernels.decay import fused_triton
 
-    monkeypatch.setattr(fused_triton, "DTYPES", [torch.float32])
+    dtype, dim, bound = (torch.float32, 8, BOUND) if interpreted() else (torch.bfloat16, 128, 2e-2)
+    monkeypatch.setattr(fused_triton, "DTYPES", [dtype])
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    inputs, state = make_inputs("ssd", 1, int(bounds[-1]), (1, 1)), make_state("ssd", len(lengths), 1)
+    inputs, state = make_inputs("ssd", 1, int(bounds[-1]), (1, 1), dim=dim), make_state("ssd", len(lengths), 1, dim=dim)
     for shortest in (1, 2, 3, 100):
         monkeypatch.setattr(fused_triton, "SHORTEST", shortest)
-        check(inputs, state, cu_seqlens=bounds)
+        check(inputs, state, bound, dtype, cu_seqlens=bounds)
 
 
 def recurrence(q, k, v, g, w, state, scale):

@@ -121,6 +121,7 @@ class ChunkTable(NamedTuple):
     seq_start: Tensor  # int64 [N + 1]
     chunk_start: Tensor  # int32 [N + 1]
     chunk_seq: Tensor  # int32 [chunks]
+    bounds: tuple[int, ...]  # chunk_start, on the host
 
 
 def chunk_table(x: Tensor, chunk: int, cu_seqlens: Tensor | None) -> ChunkTable:
@@ -137,5 +138,39 @@ def _chunk_table(bounds: tuple[int, ...], chunk: int, device: torch.device) -> C
     chunks = (seq_start.diff() + chunk - 1) // chunk
     chunk_start = F.pad(chunks.cumsum(0), (1, 0)).to(torch.int32)
     chunk_seq = torch.repeat_interleave(torch.arange(len(chunks), dtype=torch.int32), chunks)
-    on_device = (t.to(device) for t in (seq_start, chunk_start, chunk_seq))
-    return ChunkTable(len(chunks), len(chunk_seq), *on_device)
+    starts = tuple(chunk_start.tolist())
+    return ChunkTable(
+        len(chunks), len(chunk_seq), seq_start.to(device), chunk_start.to(device), chunk_seq.to(device), starts
+    )
+
+
+class SegmentTable(NamedTuple):
+    """Sequences cut into segments of whole chunks, for kernels that carry a state through one segment each.
+
+    Segment s has the chunks from segment_start[s] to segment_start[s + 1] of sequence segment_seq[s]; sequence n has
+    the segments from seq_segment[n] to seq_segment[n + 1]: at least one, without chunks when it has no tokens.
+    """
+
+    segments: int
+    segment_start: Tensor  # int32 [segments + 1]
+    segment_seq: Tensor  # int32 [segments]
+    seq_segment: Tensor  # int32 [N + 1]
+    followed: Tensor  # int32 [segments - N], the segments that another one of their sequence follows
+
+
+def segment_table(table: ChunkTable, length: int) -> SegmentTable:
+    """Return the table of segments of about so many chunks, equal ones in each sequence."""
+    return _segment_table(table.bounds, length, table.chunk_start.device)
+
+
+@lru_cache(maxsize=64)
+def _segment_table(bounds: tuple[int, ...], length: int, device: torch.device) -> SegmentTable:
+    starts, sequences, seq_segment = [], [], [0]
+    for n, (first, end) in enumerate(pairwise(bounds)):
+        parts = max(1, (end - first + length // 2) // length)
+        starts += [first + (end - first) * i // parts for i in range(parts)]
+        sequences += [n] * parts
+        seq_segment.append(len(starts))
+    followed = [s for s, (n, after) in enumerate(pairwise(sequences)) if n == after]
+    lists = ([*starts, bounds[-1]], sequences, seq_segment, followed)
+    return SegmentTable(len(starts), *(torch.tensor(x, dtype=torch.int32).to(device) for x in lists))

@@ -14,6 +14,7 @@ from hybridize.kernels.varlen import ChunkTable
 CHUNK = 64
 BUSY = 120  # programs that keep most of a large GPU's processors at work
 Config = dict[str, Any]
+GATE_CONFIGS: list[Config] = [{"BH": 16, "num_warps": 4}]
 
 
 class Gates(NamedTuple):
@@ -53,7 +54,7 @@ def prepare_gates(g: Tensor, w: Tensor, table: ChunkTable, scale: float) -> Gate
     launch(
         gate_kernel,
         lambda meta: (table.chunks, triton.cdiv(heads, meta["BH"])),
-        [{"BH": 4, "num_warps": 4}],
+        GATE_CONFIGS,
         *(g, w, c, kept, lead, table.seq_start, table.chunk_start, table.chunk_seq, scale),
         H=heads,
         CHUNK=CHUNK,

@@ -8,6 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from hybridize.kernels.decay.backward_triton import gradients
 from hybridize.kernels.decay.forward_triton import empty_state, output, prepare_gates, scan, state_dtype
+from hybridize.kernels.decay.fused_triton import fits, fused
 from hybridize.kernels.varlen import ChunkTable
 
 
@@ -71,12 +72,15 @@ class _DecayAttention(torch.autograd.Function):
         heads, device = g.shape[2], q.device
         first = initial.mT if value_major and initial is not None else initial
         final = empty_state(table, heads, k.shape[3], v.shape[3], value_major, device)
-        gates = prepare_gates(g, w, table, scale)
-        states = scan(k, v, gates.kept, gates.c, first, final, table, state_dtype(q))
         ctx.save_for_backward(q, k, v, g, w, initial, skip)
         ctx.table, ctx.scale, ctx.value_major = table, scale, value_major
         ctx.set_materialize_grads(False)
-        o = output(q, k, v, w, skip, gates, states, table, scale, q_low)
+        if q_low is None and fits(q):
+            o = fused(q, k, v, g, w, skip, first, final, table, scale)
+        else:
+            gates = prepare_gates(g, w, table, scale)
+            states = scan(k, v, gates.kept, gates.c, first, final, table, state_dtype(q))
+            o = output(q, k, v, w, skip, gates, states, table, scale, q_low)
         return o, final.mT if value_major else final
 
     @staticmethod

@@ -50,6 +50,26 @@ def chunk_tokens(m, seq_start, chunk_start, chunk_seq, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def chunk_gates(
+    g, w, heads, seq_start, chunk_start, chunk_seq, H: tl.constexpr, CHUNK: tl.constexpr, FLOOR: tl.constexpr
+):
+    """Return the fp64 running sum of g in chunk program_id(0) [C,BH], e^(c_C - c) w, w, and where and what to store."""
+    m = tl.program_id(0)
+    at = tl.arange(0, CHUNK)
+    first, end = chunk_tokens(m, seq_start, chunk_start, chunk_seq, CHUNK)
+    mask = (first + at < end)[:, None] & (heads < H)[None, :]
+    source = (first + at)[:, None] * H + heads[None, :]
+    decay = tl.load(g + source, mask=mask, other=0.0)
+    decay = tl.where(decay < FLOOR, FLOOR, decay).to(tl.float64)  # NaN stays, which maximum would hide
+    sums = tl.cumsum(decay, 0)
+    rest = (tl.sum(decay, 0)[None, :] - sums).to(tl.float32)
+    weight = tl.load(w + source, mask=mask, other=0.0)
+    target = (m.to(tl.int64) * H + heads[None, :]) * CHUNK + at[:, None]
+    inside = (heads < H)[None, :] & (at >= 0)[:, None]
+    return sums, tl.exp(rest) * weight, weight, target, inside
+
+
+@triton.jit
 def gate_kernel(
     g,
     w,
@@ -66,21 +86,10 @@ def gate_kernel(
     BH: tl.constexpr,
 ):
     """Write c, the fp64 running sum of g in a chunk, kept = e^(c_C - c) w and lead = scale e^c, for BH heads."""
-    m = tl.program_id(0)
     heads = tl.program_id(1) * BH + tl.arange(0, BH)
-    at = tl.arange(0, CHUNK)
-    first, end = chunk_tokens(m, seq_start, chunk_start, chunk_seq, CHUNK)
-    mask = (first + at < end)[:, None] & (heads < H)[None, :]
-    source = (first + at)[:, None] * H + heads[None, :]
-    decay = tl.load(g + source, mask=mask, other=0.0)
-    decay = tl.where(decay < FLOOR, FLOOR, decay).to(tl.float64)  # NaN stays, which maximum would hide
-    sums = tl.cumsum(decay, 0)
-    rest = (tl.sum(decay, 0)[None, :] - sums).to(tl.float32)
-    weight = tl.load(w + source, mask=mask, other=0.0)
-    target = (m.to(tl.int64) * H + heads[None, :]) * CHUNK + at[:, None]
-    inside = (heads < H)[None, :] & (at >= 0)[:, None]
+    sums, left, _, target, inside = chunk_gates(g, w, heads, seq_start, chunk_start, chunk_seq, H, CHUNK, FLOOR)
     tl.store(c + target, sums, mask=inside)
-    tl.store(kept + target, tl.exp(rest) * weight, mask=inside)
+    tl.store(kept + target, left, mask=inside)
     tl.store(lead + target, tl.exp(sums.to(tl.float32)) * scale, mask=inside)
 
 

@@ -212,7 +212,7 @@ def solve_kernel(
     PACKED: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    """Solve the systems of a chunk and head, rhs [tokens,H,D], k [tokens,H/GROUP,D], gates [tokens,H], h [chunks,H,D,D].
+    """Solve one chunk and head: rhs [tokens,H,D], k [tokens,H/GROUP,D], gates [tokens,H], h [chunks,H,D,D].
 
     Forward: rhs is q; writes x times ||H|| [tokens,H,D], inverse = 1/||H||, sizes = ||h|| and out = q + alpha (x - q)
     for q of length 1, and to out_low, if given, what rounding took off out.

@@ -20,6 +20,20 @@ def _triton(monkeypatch):
     monkeypatch.setenv("HYBRIDIZE_ENGINE", "triton")
 
 
+@pytest.fixture(params=[False, True], ids=["scan", "fused"])
+def _path(request, monkeypatch):
+    """Take the kernels that write the states between chunks, or the fused ones with segments of one chunk or two."""
+    from hybridize.kernels.decay import fused_triton
+
+    # A GPU has too few registers for the states of fp32 and fp16; the interpreter computes wrong in bf16.
+    dtypes = [torch.float32, torch.float16] if interpreted() else fused_triton.DTYPES
+    monkeypatch.setattr(fused_triton, "DTYPES", dtypes * request.param)
+    monkeypatch.setattr(fused_triton, "SHORTEST", 1)
+
+
+both_paths = pytest.mark.usefixtures("_path")
+
+
 def move(tensors, dtype=torch.float32):
     """Bring a dict or tuple of tensors to the device."""
     tensors = cast(tensors, dtype)
@@ -55,6 +69,7 @@ def check_gradients(inputs, state=None, bound=BOUND, dtype=torch.float32, **kwar
     assert_close(actual, expected, bound)
 
 
+@both_paths
 @pytest.mark.parametrize("tokens", [1, 3, 63, 64, 65, 100, 257])
 def test_lengths(tokens):
     inputs = make_inputs("ssd", 2, tokens, (2, 1))
@@ -62,23 +77,27 @@ def test_lengths(tokens):
     check(inputs, make_state("ssd", 2, 2))
 
 
+@both_paths
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (3, 1), (8, 1)])
 def test_heads(heads):
     check(make_inputs("ssd", 1, 70, heads), make_state("ssd", 1, heads[0]))
 
 
+@both_paths
 @pytest.mark.parametrize("gate", ["zero", "slow", "fast", "infinite", "mixed"])
 def test_extreme_gates(gate):
     check(make_inputs("ssd", 1, 100, (2, 1), gate), make_state("ssd", 1, 2))
     check_gradients(make_inputs("ssd", 1, 100, (2, 1), gate), make_state("ssd", 1, 2))
 
 
+@both_paths
 @pytest.mark.parametrize("dim", [3 + 1, 40, 128])
 def test_widths(dim):
     check(make_inputs("ssd", 1, 65, (1, 1), dim=dim), make_state("ssd", 1, 1, dim=dim))
     check_gradients(make_inputs("ssd", 1, 65, (1, 1), dim=dim), make_state("ssd", 1, 1, dim=dim))
 
 
+@both_paths
 @pytest.mark.parametrize("lengths", [[70, 0, 1, 64, 129], [0, 3], [1, 1, 0]])
 def test_packed_sequences(lengths):
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
@@ -105,6 +124,7 @@ def test_writes_of_no_weight_have_gradients():
     check_gradients(inputs)
 
 
+@both_paths
 def test_without_skip():
     inputs = make_inputs("ssd", 1, 70, (2, 1))
     del inputs["D"]
@@ -113,6 +133,7 @@ def test_without_skip():
 
 
 # The interpreter computes wrong in bf16.
+@both_paths
 @pytest.mark.parametrize("dtype", [torch.float16] if interpreted() else [torch.float16, torch.bfloat16])
 def test_half_precision(dtype):
     bound = 4e-3 if dtype == torch.float16 else 2e-2
@@ -131,6 +152,19 @@ def test_inert_steps_leave_the_state_bit_unchanged():
     assert torch.equal(a[0], b[0][:, :50]) and torch.equal(a[1], b[1])
 
 
+@pytest.mark.parametrize("lengths", [[300], [40, 0, 650, 64], [200, 200, 200]])
+def test_segments_of_any_number(lengths, monkeypatch):
+    from hybridize.kernels.decay import fused_triton
+
+    dtype, dim, bound = (torch.float32, 8, BOUND) if interpreted() else (torch.bfloat16, 128, 2e-2)
+    monkeypatch.setattr(fused_triton, "DTYPES", [dtype])
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    inputs, state = make_inputs("ssd", 1, int(bounds[-1]), (1, 1), dim=dim), make_state("ssd", len(lengths), 1, dim=dim)
+    for shortest in (1, 2, 3, 100):
+        monkeypatch.setattr(fused_triton, "SHORTEST", shortest)
+        check(inputs, state, bound, dtype, cu_seqlens=bounds)
+
+
 def recurrence(q, k, v, g, w, state, scale):
     """Return o, the states before each chunk of 64 and the last state of one sequence in fp64."""
     heads = g.shape[2]
@@ -146,6 +180,7 @@ def recurrence(q, k, v, g, w, state, scale):
     return torch.stack(outputs)[None], torch.stack(starts), s[None]
 
 
+@both_paths
 @pytest.mark.parametrize("heads", [(4, 4, 1, 1), (6, 6, 3, 2), (4, 1, 4, 2)])
 def test_every_sharing_of_heads(heads):
     from hybridize.kernels.decay.scan_triton import chunk_states, decay_attention

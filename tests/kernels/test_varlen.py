@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybridize.kernels.varlen import ChunkLayout, PaddedLayout
+from hybridize.kernels.varlen import ChunkLayout, PaddedLayout, chunk_table, segment_table
 
 LENGTHS = [[1000] + [1] * 50, [0, 5, 64, 65, 0], [0], [], [3]]
 
@@ -38,3 +38,19 @@ def test_a_batch_is_cut_at_the_same_places():
     assert layout.counts == [2, 2, 2] and packed.shape == (6, 1, 64) and packed.is_contiguous()
     assert torch.equal(packed[2, 0], x[0, 64:128, 0]) and packed[4, 0, 2:].eq(0).all()
     assert torch.equal(layout.unpack(packed[..., None])[..., 0], x)
+
+
+@pytest.mark.parametrize("lengths", [[1000] + [1] * 50, [0, 5, 64, 65, 0], [0], [640, 640, 640]])
+@pytest.mark.parametrize("length", [1, 3, 100])
+def test_segments_hold_every_chunk_once(lengths, length):
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    table = chunk_table(torch.zeros(1, sum(lengths), 1), 64, bounds)
+    segments = segment_table(table, length)
+    assert len(segments.segment_seq) == segments.segments and segments.segment_start[-1] == table.chunks
+    for n in range(len(lengths)):
+        mine = range(int(segments.seq_segment[n]), int(segments.seq_segment[n + 1]))
+        sizes = [int(segments.segment_start[s + 1] - segments.segment_start[s]) for s in mine]
+        chunks = -(-lengths[n] // 64)
+        assert sum(sizes) == chunks and max(sizes) - min(sizes) <= 1 and max(sizes) < 1.5 * length + 1
+        assert all(segments.segment_seq[s] == n for s in mine)
+        assert [int(s) for s in segments.followed if s in mine] == list(mine)[:-1]

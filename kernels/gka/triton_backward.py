@@ -155,7 +155,7 @@ def pair_gradient_kernel(
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write what the tokens of a chunk and head give each other: parts of d_k, d_w and of the gradient of the sums of g.
+    """Write what the tokens of one chunk and head give each other, in d_k, d_w and the gradient of the sums of g.
 
     d_keys [tokens,H,D] is the gradient of u without that of u.H_0 u, which is by_start (H_0 + H_0^T) u / 2.
     """

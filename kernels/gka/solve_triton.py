@@ -14,6 +14,7 @@ from hybridize.kernels.decay.scan_triton import chunk_states
 from hybridize.kernels.engine import interpreted, launch, product_tile
 from hybridize.kernels.gka.inputs import EPS, chebyshev_weights
 from hybridize.kernels.gka.triton_backward import (
+    gate_gradient_kernel,
     key_gradient_kernel,
     mix_gradient_kernel,
     pair_gradient_kernel,
@@ -89,7 +90,7 @@ class _Mix(torch.autograd.Function):
         low = None if k.dtype == torch.float32 else torch.empty_like(out)
         settings = {"table": table, "ridge": ridge, "num_iters": num_iters}
         sizes = torch.empty(table.chunks, q.shape[2], device=q.device, dtype=torch.float32)
-        results = (sizes, x, inverse, out, low, None, None, None)
+        results = (sizes, x, inverse, out, low, None, None, None, None)
         _solve(q, k, (g, w, alpha), states, *results, **settings, backward=False)
         ctx.save_for_backward(q, k, g, w, alpha, initial, x, inverse, sizes)
         ctx.settings = settings
@@ -108,9 +109,9 @@ class _Mix(torch.autograd.Function):
         d_initial = torch.empty(table.sequences, heads, dim, dim, device=q.device, dtype=torch.float32)
         states = scan(k, k, gates.kept, gates.c, initial, d_initial, table, state_dtype(q))
         z = torch.empty_like(x)
-        rho, quadratic, through = (torch.empty_like(g) for _ in range(3))
+        rho, quadratic, through, product = (torch.empty_like(g) for _ in range(4))
         d_out = torch.zeros_like(q, dtype=k.dtype) if d_out is None else d_out.contiguous()
-        results = (sizes, x, None, z, None, rho, quadratic, through)
+        results = (sizes, x, None, z, None, rho, quadratic, through, product)
         _solve(d_out, k, (g, w, alpha), states, *results, **ctx.settings, backward=True)
         d_q, d_alpha = torch.empty_like(q), torch.empty_like(g)
         constants = _constants(q, k)
@@ -121,23 +122,41 @@ class _Mix(torch.autograd.Function):
             *(q, alpha, x, inverse, z, rho, d_out, d_q, d_alpha, g.numel()),
             **{n: constants[n] for n in ("D", "BD", "EPS")},
         )
+        pairs = {n: constants[n] for n in ("H", "GROUP", "D", "BD", "DTYPE", "PRECISION")}
         starts = (table.seq_start, table.chunk_start, table.chunk_seq)
+        d_w, d_log, by_key = (torch.empty_like(g) for _ in range(3))
+        launch(
+            gate_gradient_kernel,
+            lambda _: (table.chunks * heads,),
+            [{"num_warps": 4, "num_stages": 1}],
+            *(k, w, gates.c, gates.lead, sizes, x, z, inverse, rho, quadratic, through, product, d_w, d_log, by_key),
+            *(*starts, ridge),
+            **pairs,
+        )
+        d_keys = torch.empty_like(q, dtype=k.dtype)
+        launch(
+            pair_gradient_kernel,
+            lambda _: (table.chunks * heads,),
+            [{"num_warps": 4, "num_stages": 1}],
+            *(k, w, gates.c, x, z, inverse, rho, product, d_keys, *starts, ridge),
+            **pairs,
+        )
         d_states = torch.empty_like(states)
         launch(
             start_gradient_kernel,
             lambda _: (table.chunks * heads,),
             [{"num_warps": 8, "num_stages": 1}],
-            *(k, g, w, states, sizes, x, z, inverse, rho, d_states, *starts, ridge),
-            **constants,
+            *(k, gates.lead, states, sizes, x, z, inverse, rho, product, by_key, d_states, *starts, ridge),
+            **pairs,
         )
         part = min(1024, product_tile(dim) ** 2)
         parts = triton.next_power_of_2(triton.cdiv(dim * dim, part))
-        products, largest = (sizes.new_zeros(table.chunks, heads, parts) for _ in range(2))
+        products = sizes.new_zeros(table.chunks, heads, parts)
         launch(
             reverse_scan_kernel,
             lambda meta: (table.sequences * heads * triton.cdiv(dim * dim, meta["BLOCK"]),),
             [{"num_warps": 4}],
-            *(d_states, states, gates.c[..., -1].exp().float(), products, largest),
+            *(d_states, states, gates.c[..., -1].exp().float(), products),
             *(None if d_final is None else d_final.contiguous(), d_initial, table.chunk_start),
             H=heads,
             SIZE=dim * dim,
@@ -145,23 +164,13 @@ class _Mix(torch.autograd.Function):
             BLOCK=part,
             PARTS=parts,
         )
-        d_k, d_g, d_w, d_log, by_start = torch.empty_like(k), *(torch.empty_like(g) for _ in range(4))
-        d_keys = torch.empty_like(q, dtype=k.dtype)
-        launch(
-            pair_gradient_kernel,
-            lambda _: (table.chunks * heads,),
-            [{"num_warps": 4, "num_stages": 1}],
-            *(k, w, gates.c, sizes, x, z, inverse, rho, quadratic, through, d_keys, d_w, d_log, by_start),
-            *(*starts, ridge),
-            **{n: constants[n] for n in ("H", "GROUP", "D", "BD", "DTYPE", "PRECISION")},
-        )
+        d_k, d_g = torch.empty_like(k), torch.empty_like(g)
         launch(
             key_gradient_kernel,
             lambda _: (table.chunks * k.shape[2],),
             [{"num_warps": 8, "num_stages": 1}],
-            *(k, g, w, gates.c, states, sizes, d_states, products, largest, by_start, d_log, d_keys, d_k, d_g, d_w),
-            *starts,
-            **{n: constants[n] for n in ("H", "GROUP", "D", "BD", "FLOOR", "DTYPE", "PRECISION")},
+            *(k, g, w, gates.c, states, d_states, products, by_key, d_log, d_keys, d_k, d_g, d_w, *starts),
+            **{n: constants[n] for n in ("H", "GROUP", "D", "BD", "FLOOR", "PRECISION")},
             PARTS=parts,
         )
         return d_q, d_k, d_g, d_w, d_alpha, None if initial is None else d_initial, None, None, None

@@ -10,28 +10,165 @@ import triton.language as tl
 
 from hybridize.kernels.decay.triton_kernels import chunk_tokens, in_two
 from hybridize.kernels.gka.triton_kernels import (
-    decays,
     inverse_or_0,
     lengths,
     load_keys,
     load_rows,
-    load_state,
     store_rows,
     unit_gradient,
 )
 
 
 @triton.jit
+def load_operand(x, rows, columns, stride, end, D: tl.constexpr):
+    """Load rows of x [tokens,...] as they are; zeros from token end on and from column D on."""
+    mask = (rows < end)[:, None] & (columns < D)[None, :]
+    return tl.load(x + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def pair_decays(c, norm):
+    """Return e^(c_t - c_i) norm_t at [i,t], 0 for t < i, of the running sums c of one chunk."""
+    at = tl.arange(0, 64)
+    high, low = in_two(tl.load(c + at))
+    gap = (high[None, :] - high[:, None]) + (low[None, :] - low[:, None])
+    return tl.exp(tl.where(at[:, None] <= at[None, :], gap, float("-inf"))) * norm[None, :]
+
+
+@triton.jit
+def gate_gradient_kernel(
+    k,
+    w,
+    c,
+    lead,
+    sizes,
+    x,
+    z,
+    inverse,
+    rho,
+    quadratic,
+    through,
+    product,
+    d_w,
+    d_log,
+    by_key,
+    seq_start,
+    chunk_start,
+    chunk_seq,
+    ridge,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write the parts of d_w and of the gradient d_log of the sums of g by the tokens of a chunk and head alone.
+
+    The gradient by the norms is sum_i by_key_i k_i k_i^T for H_0, and 2 by_key_i H_0 k_i for k_i. Tiles are [i,t].
+    """
+    C: tl.constexpr = 64
+    m = tl.program_id(0).to(tl.int64) // H
+    head = tl.program_id(0) % H
+    first, end = chunk_tokens(m, seq_start, chunk_start, chunk_seq, C)
+    rows = first + tl.arange(0, C)
+    columns = tl.arange(0, BD)
+    gates = rows * H + head
+    keys, length = load_keys(k + head // GROUP * D, rows, columns, H // GROUP * D, end, D)
+    u = keys.to(DTYPE)
+    gram = tl.dot(u, tl.trans(u), input_precision=PRECISION)
+    norm = tl.load(inverse + gates, mask=rows < end, other=0.0)
+    write = tl.load(w + gates, mask=rows < end, other=0.0)
+    strength = tl.load(rho + gates, mask=rows < end, other=0.0)
+    along = -ridge * tl.load(product + gates, mask=rows < end, other=0.0)
+    key_start = tl.load(quadratic + gates, mask=rows < end, other=0.0)
+    size = tl.load(sizes + m * H + head)
+    decay = tl.load(lead + (m * H + head) * C + tl.arange(0, C)) * norm
+    row = decay * size
+
+    f = pair_decays(c + (m * H + head) * C, norm)
+    tl.store(by_key + gates, tl.sum(f * (along * strength * decay)[None, :], 1) * write, mask=rows < end)
+    f *= (length * length)[:, None]
+    e = f * write[:, None]
+    own = tl.where(size > 0, row, 0.0) + tl.sum(e * key_start[:, None], 0)
+    d_sums = along * own - tl.load(through + gates, mask=rows < end, other=0.0)
+    pairs = tl.dot((gram * gram).to(DTYPE), e.to(DTYPE), input_precision=PRECISION)
+    d_e = along[None, :] * (row[None, :] * key_start[:, None] + pairs)
+    left = tl.dot(u, tl.trans(load_operand(z + head * D, rows, columns, H * D, end, D)), input_precision=PRECISION)
+    right = tl.dot(u, tl.trans(load_operand(x + head * D, rows, columns, H * D, end, D)), input_precision=PRECISION)
+    d_e = (d_e - left * right) * strength[None, :] * f
+    tl.store(d_w + gates, tl.sum(d_e, 1), mask=rows < end)
+    later = rows[:, None] < rows[None, :]  # the diagonal does not depend on g
+    d_e = tl.where(later, d_e * write[:, None], 0.0)
+    tl.store(d_log + gates, d_sums * strength * row + tl.sum(d_e, 0) - tl.sum(d_e, 1), mask=rows < end)
+
+
+@triton.jit
+def pair_gradient_kernel(
+    k,
+    w,
+    c,
+    x,
+    z,
+    inverse,
+    rho,
+    product,
+    d_keys,
+    seq_start,
+    chunk_start,
+    chunk_seq,
+    ridge,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write the part d_keys [tokens,H,D] of d_k by the pairs of tokens of a chunk and head."""
+    C: tl.constexpr = 64
+    m = tl.program_id(0).to(tl.int64) // H
+    head = tl.program_id(0) % H
+    first, end = chunk_tokens(m, seq_start, chunk_start, chunk_seq, C)
+    rows = first + tl.arange(0, C)
+    columns = tl.arange(0, BD)
+    gates = rows * H + head
+    keys, length = load_keys(k + head // GROUP * D, rows, columns, H // GROUP * D, end, D)
+    u = keys.to(DTYPE)
+    norm = tl.load(inverse + gates, mask=rows < end, other=0.0)
+    weight = tl.load(w + gates, mask=rows < end, other=0.0) * length * length
+    # Gradients have any size, and fp16 has not: the largest strength becomes 1.
+    strength = tl.load(rho + gates, mask=rows < end, other=0.0)
+    largest = tl.max(strength, 0)
+    strength *= inverse_or_0(largest)
+    along = -ridge * tl.load(product + gates, mask=rows < end, other=0.0) * strength
+    e = pair_decays(c + (m * H + head) * C, norm) * weight[:, None]
+    both = tl.dot(e.to(DTYPE), tl.trans((e * along[None, :]).to(DTYPE)), input_precision=PRECISION)
+    both *= 2 * tl.dot(u, tl.trans(u), input_precision=PRECISION)
+    part = tl.dot(both.to(DTYPE), u, input_precision=PRECISION)
+    e *= -strength[None, :]
+    solved = load_operand(x + head * D, rows, columns, H * D, end, D)
+    adjoint = load_operand(z + head * D, rows, columns, H * D, end, D)
+    left = tl.dot(u, tl.trans(adjoint), input_precision=PRECISION)
+    part = tl.dot((e * left).to(DTYPE), solved, part, input_precision=PRECISION)
+    right = tl.dot(u, tl.trans(solved), input_precision=PRECISION)
+    part = tl.dot((e * right).to(DTYPE), adjoint, part, input_precision=PRECISION)
+    part *= (inverse_or_0(length) * largest)[:, None]
+    store_rows(d_keys + head * D, part, rows, columns, H * D, end, D)
+
+
+@triton.jit
 def start_gradient_kernel(
     k,
-    g,
-    w,
+    lead,
     h,
     sizes,
     x,
     z,
     inverse,
     rho,
+    product,
+    by_key,
     d_start,
     seq_start,
     chunk_start,
@@ -41,8 +178,6 @@ def start_gradient_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
-    FLOOR: tl.constexpr,
-    EPS: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -53,27 +188,29 @@ def start_gradient_kernel(
     first, end = chunk_tokens(m, seq_start, chunk_start, chunk_seq, C)
     rows = first + tl.arange(0, C)
     columns = tl.arange(0, BD)
-    keys, length = load_keys(k + head // GROUP * D, rows, columns, H // GROUP * D, end, D)
-    solved = load_rows(x + head * D, rows, columns, H * D, end, D)
-    adjoint = load_rows(z + head * D, rows, columns, H * D, end, D)
-    norm = tl.load(inverse + rows * H + head, mask=rows < end, other=0.0)
-    weight = tl.load(w + rows * H + head, mask=rows < end, other=0.0) * length * length
-    f, d = decays(g + head, rows, end, H, FLOOR)
-    kappa = tl.load(rho + rows * H + head, mask=rows < end, other=0.0) * d * norm
-    # Gradients have any size, and fp16 has not: the largest weight becomes 1.
+    gates = rows * H + head
+    norm = tl.load(inverse + gates, mask=rows < end, other=0.0)
+    decay = tl.load(lead + (m * H + head) * C + tl.arange(0, C)) * norm
+    strength = tl.load(rho + gates, mask=rows < end, other=0.0)
+    weight = tl.load(by_key + gates, mask=rows < end, other=0.0)
+    along = -ridge * tl.load(product + gates, mask=rows < end, other=0.0) * strength
+    # Gradients have any size, and fp16 has not: the largest strength becomes 1.
+    kappa = strength * decay
     largest = tl.max(kappa, 0)
-    kappa *= inverse_or_0(largest)
-    along = -ridge * tl.sum(solved * adjoint, 1) * kappa
-    by_key = tl.sum(f * (along * norm)[:, None], 0) * weight
-    total = tl.dot(tl.trans((adjoint * -kappa[:, None]).to(DTYPE)), solved.to(DTYPE), input_precision=PRECISION)
-    total = tl.dot(tl.trans((keys * by_key[:, None]).to(DTYPE)), keys.to(DTYPE), total, input_precision=PRECISION)
+    rescale = inverse_or_0(largest)
+    adjoint = load_rows(z + head * D, rows, columns, H * D, end, D) * (-kappa * rescale)[:, None]
+    solved = load_operand(x + head * D, rows, columns, H * D, end, D)
+    total = tl.dot(tl.trans(adjoint.to(DTYPE)), solved, input_precision=PRECISION)
+    keys = load_rows(k + head // GROUP * D, rows, columns, H // GROUP * D, end, D)
+    weighted = (keys * (weight * rescale)[:, None]).to(DTYPE)
+    total = tl.dot(tl.trans(weighted), keys.to(DTYPE), total, input_precision=PRECISION) * largest
     at = (m * H + head) * D * D
     size = tl.load(sizes + m * H + head)
-    start = load_state(h + at, columns, D) * inverse_or_0(size)
-    total = (total + start * tl.sum(along * d * size * norm, 0)) * largest
+    by_start = tl.sum(along * decay * (decay * size), 0) * inverse_or_0(size)
     mask = (columns < D)[:, None] & (columns < D)[None, :]
-    target = d_start + at + columns[:, None] * D + columns[None, :]
-    tl.store(target, total.to(d_start.dtype.element_ty), mask=mask)
+    inside = at + columns[:, None] * D + columns[None, :]
+    total += tl.load(h + inside, mask=mask, other=0.0).to(tl.float32) * by_start
+    tl.store(d_start + inside, total.to(d_start.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -82,7 +219,6 @@ def reverse_scan_kernel(
     states,
     decay,
     products,
-    largest,
     d_final,
     d_initial,
     chunk_start,
@@ -95,7 +231,7 @@ def reverse_scan_kernel(
     """Turn the gradients of the states before each chunk by its own tokens into those of the states after it.
 
     d_states [chunks,H,SIZE] in place, decay [chunks,H] of whole chunks; d_final (if GIVEN) and d_initial [N,H,SIZE].
-    Of each block of a result, writes its product with the state before the chunk, and its largest element.
+    Of each block of a result, writes its product with the state before the chunk.
     """
     blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     pid = tl.program_id(0)
@@ -123,103 +259,8 @@ def reverse_scan_kernel(
         factor_ahead = tl.load(decay + row - H, mask=more, other=0.0)
         tl.store(d_states + row * SIZE + at, state.to(d_states.dtype.element_ty), mask=mask)
         tl.store(products + row * PARTS + pid % blocks, tl.sum(state * start, 0))
-        tl.store(largest + row * PARTS + pid % blocks, tl.max(tl.abs(state), 0))
         state = own.to(tl.float32) + factor * state
     tl.store(d_initial + ends, state, mask=mask)
-
-
-@triton.jit
-def pair_gradient_kernel(
-    k,
-    w,
-    c,
-    sizes,
-    x,
-    z,
-    inverse,
-    rho,
-    quadratic,
-    through,
-    d_keys,
-    d_w,
-    d_log,
-    by_start,
-    seq_start,
-    chunk_start,
-    chunk_seq,
-    ridge,
-    H: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Write what the tokens of one chunk and head give each other, in d_k, d_w and the gradient of the sums of g.
-
-    d_keys [tokens,H,D] is the gradient of u without that of u.H_0 u, which is by_start (H_0 + H_0^T) u / 2.
-    """
-    C: tl.constexpr = 64
-    m = tl.program_id(0).to(tl.int64) // H
-    head = tl.program_id(0) % H
-    first, end = chunk_tokens(m, seq_start, chunk_start, chunk_seq, C)
-    rows = first + tl.arange(0, C)
-    columns = tl.arange(0, BD)
-    gates = rows * H + head
-    keys, length = load_keys(k + head // GROUP * D, rows, columns, H // GROUP * D, end, D)
-    u = keys.to(DTYPE)
-    u_t = tl.trans(u)
-    solved = load_rows(x + head * D, rows, columns, H * D, end, D).to(DTYPE)
-    adjoint = load_rows(z + head * D, rows, columns, H * D, end, D).to(DTYPE)
-    along = -ridge * tl.sum(solved.to(tl.float32) * adjoint.to(tl.float32), 1)
-    norm = tl.load(inverse + gates, mask=rows < end, other=0.0)
-    write = tl.load(w + gates, mask=rows < end, other=0.0)
-    # Gradients have any size, and fp16 has not: the largest weight becomes 1.
-    strength = tl.load(rho + gates, mask=rows < end, other=0.0)
-    largest = tl.max(strength, 0)
-    strength *= inverse_or_0(largest)
-    along *= strength
-    f, d = chunk_decays(c + (m * H + head) * C, norm, length)
-    size = tl.load(sizes + m * H + head)
-    row = d * size * norm
-    key_start = tl.load(quadratic + gates, mask=rows < end, other=0.0)
-
-    gram = tl.dot(u, u_t, input_precision=PRECISION)
-    e = f * write[None, :]
-    low = e.to(DTYPE)
-    by_key = tl.sum(e * key_start[None, :], 1)
-    own = tl.where(size > 0, row, 0.0) + by_key
-    lost = tl.load(through + gates, mask=rows < end, other=0.0) * strength * row
-    pairs = tl.dot(low, (gram * gram).to(DTYPE), input_precision=PRECISION)
-    tl.store(by_start + gates, 2 * largest * tl.sum(e * (along * row)[:, None], 0), mask=rows < end)
-    both = tl.dot(tl.trans(low), (e * along[:, None]).to(DTYPE), input_precision=PRECISION)
-    both = (2 * both * gram).to(DTYPE)
-    left = tl.dot(adjoint, u_t, input_precision=PRECISION)
-    right = tl.dot(solved, u_t, input_precision=PRECISION)
-    d_e = along[:, None] * (row[:, None] * key_start[None, :] + pairs) - left * right * strength[:, None]
-    d_e *= f
-    tl.store(d_w + gates, tl.sum(d_e, 0) * largest, mask=rows < end)
-    earlier = rows[:, None] > rows[None, :]  # the diagonal does not depend on g
-    d_e = tl.where(earlier, d_e * write[None, :], 0.0)
-    d_sums = along * row * own - lost + tl.sum(d_e, 1) - tl.sum(d_e, 0)
-    tl.store(d_log + gates, d_sums * largest, mask=rows < end)
-
-    weighted = f * write[None, :] * -strength[:, None]
-    part = tl.dot(both, u, input_precision=PRECISION)
-    part = tl.dot(tl.trans((weighted * left).to(DTYPE)), solved, part, input_precision=PRECISION)
-    part = tl.dot(tl.trans((weighted * right).to(DTYPE)), adjoint, part, input_precision=PRECISION)
-    store_rows(d_keys + head * D, part * largest, rows, columns, H * D, end, D)
-
-
-@triton.jit
-def chunk_decays(c, norm, length):
-    """Return e^(c_t - c_i) norm_t length_i^2, lower triangular, and e^(c_t) of the running sums c of one chunk."""
-    at = tl.arange(0, 64)
-    sums = tl.load(c + at)
-    high, low = in_two(sums)
-    gap = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
-    f = tl.exp(tl.where(at[:, None] >= at[None, :], gap, float("-inf")))
-    return f * norm[:, None] * (length * length)[None, :], tl.exp(sums.to(tl.float32))
 
 
 @triton.jit
@@ -229,11 +270,9 @@ def key_gradient_kernel(
     w,
     c,
     h,
-    sizes,
     d_states,
     products,
-    largest_parts,
-    by_start,
+    by_key,
     d_log,
     d_keys,
     d_k,
@@ -247,13 +286,13 @@ def key_gradient_kernel(
     D: tl.constexpr,
     BD: tl.constexpr,
     FLOOR: tl.constexpr,
-    DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Add to pair_gradient_kernel's results what goes through the states before and after a chunk, for one key head.
+    """Add to the other kernels' results what goes through the states before and after a chunk, for one key head.
 
-    Writes d_k and the d_g of its query heads and completes their d_w; d_states are those after each chunk.
+    Writes d_k and the d_g of its query heads and completes their d_w; d_states are those after each chunk. Keys and
+    states have one dtype, whose range needs no scaling.
     """
     C: tl.constexpr = 64
     key_heads: tl.constexpr = H // GROUP
@@ -262,42 +301,39 @@ def key_gradient_kernel(
     first, end = chunk_tokens(m, seq_start, chunk_start, chunk_seq, C)
     rows = first + tl.arange(0, C)
     columns = tl.arange(0, BD)
-    keys, length = load_keys(k + key_head * D, rows, columns, key_heads * D, end, D)
-    u = keys.to(DTYPE)
+    keys = load_operand(k + key_head * D, rows, columns, key_heads * D, end, D)
     is_last = rows == tl.minimum(first + C, end) - 1
     total = tl.zeros([C, BD], tl.float32)
     for member in range(GROUP):
         head = key_head * GROUP + member
         at = (m * H + head) * D * D
         gates = rows * H + head
-        # The gradient of the state after the chunk, sum_i F_Ci w_i |k_i|^2 u_i u_i^T + d_C H_0, has any size.
-        parts = (m * H + head) * PARTS + tl.arange(0, PARTS)
-        most = tl.max(tl.load(largest_parts + parts), 0)
-        carried = (load_state(d_states + at, columns, D) * inverse_or_0(most)).to(DTYPE)
-        passed = tl.dot(u, carried, input_precision=PRECISION)
-        passed = tl.dot(u, tl.trans(carried), passed, input_precision=PRECISION)
+        # What the state after the chunk passes on: sum_i F_Ci w_i k_i k_i^T and d_C H_0.
+        carried = load_operand(d_states + at, columns, columns, D, D, D)
+        passed = tl.dot(keys, carried, input_precision=PRECISION)
+        passed = tl.dot(keys, tl.trans(carried), passed, input_precision=PRECISION)
         sums = tl.load(c + (m * H + head) * C + tl.arange(0, C))
         whole = tl.load(c + (m * H + head) * C + C - 1)
-        kept = tl.exp((whole - sums).to(tl.float32)) * length * length * most
+        kept = tl.exp((whole - sums).to(tl.float32))
         write = tl.load(w + gates, mask=rows < end, other=0.0)
-        d_kept = kept * tl.sum(passed * u.to(tl.float32), 1) * 0.5
+        d_kept = kept * tl.sum(passed * keys.to(tl.float32), 1) * 0.5
         total += passed * (kept * write)[:, None]
 
-        start = (load_state(h + at, columns, D) * inverse_or_0(tl.load(sizes + m * H + head))).to(DTYPE)
-        by_key = tl.load(by_start + gates, mask=rows < end, other=0.0)
-        total += tl.dot(u, start, input_precision=PRECISION) * by_key[:, None]
+        start = load_operand(h + at, columns, columns, D, D, D)
+        weight = 2 * tl.load(by_key + gates, mask=rows < end, other=0.0)
+        total += tl.dot(keys, start, input_precision=PRECISION) * weight[:, None]
         total += load_rows(d_keys + head * D, rows, columns, H * D, end, D)
 
         d_write = tl.load(d_w + gates, mask=rows < end, other=0.0) + d_kept
         tl.store(d_w + gates, d_write, mask=rows < end)
         d_kept = tl.where(is_last, 0.0, d_kept * write)
+        parts = (m * H + head) * PARTS + tl.arange(0, PARTS)
         decayed = tl.sum(tl.load(products + parts), 0) * tl.exp(whole.to(tl.float32))
         d_sums = tl.load(d_log + gates, mask=rows < end, other=0.0) - d_kept
         d_sums += tl.where(is_last, tl.sum(d_kept, 0) + decayed, 0.0)
         decay = tl.load(g + gates, mask=rows < end, other=0.0)
         d_decay = tl.where(decay < FLOOR, 0.0, tl.cumsum(d_sums, 0, reverse=True))
         tl.store(d_g + gates, d_decay, mask=rows < end)
-    total *= inverse_or_0(length)[:, None]
     store_rows(d_k + key_head * D, total, rows, columns, key_heads * D, end, D)
 
 

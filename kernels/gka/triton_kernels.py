@@ -194,6 +194,7 @@ def solve_kernel(
     rho,
     quadratic,
     through,
+    product,
     seq_start,
     chunk_start,
     chunk_seq,
@@ -217,8 +218,8 @@ def solve_kernel(
     Forward: rhs is q; writes x times ||H|| [tokens,H,D], inverse = 1/||H||, sizes = ||h|| and out = q + alpha (x - q)
     for q of length 1, and to out_low, if given, what rounding took off out.
     BACKWARD: rhs is the gradient of out and the right-hand sides are alpha rhs; writes to out their solutions z, times
-    ||H|| and divided by the length of alpha rhs, that length / ||H|| to rho, and quadratic = u.h u and through = z.h x
-    [tokens,H] of h divided by its norm.
+    ||H|| and divided by the length of alpha rhs, that length / ||H|| to rho, and [tokens,H] quadratic = u.h u and
+    through = z.h x of h divided by its norm, and product = z.x.
     """
     C: tl.constexpr = 64
     m = tl.program_id(0).to(tl.int64) // H
@@ -261,6 +262,7 @@ def solve_kernel(
         store_rows(out + head * D, y, rows, columns, width, end, D)
         from_start = tl.dot(y.to(DTYPE), h0, input_precision=PRECISION)
         solved = load_rows(x + head * D, rows, columns, width, end, D)
+        tl.store(product + rows * H + head, tl.sum(y * solved, 1), mask=rows < end)
         tl.store(through + rows * H + head, tl.sum(from_start * solved, 1), mask=rows < end)
     else:
         tl.debug_barrier()  # what follows reads norm back rather than hold it over the loop

@@ -310,13 +310,14 @@ def key_gradient_kernel(
         # What the state after the chunk passes on: sum_i F_Ci w_i k_i k_i^T and d_C H_0.
         carried = load_operand(d_states + at, columns, columns, D, D, D)
         passed = tl.dot(keys, carried, input_precision=PRECISION)
-        passed = tl.dot(keys, tl.trans(carried), passed, input_precision=PRECISION)
         sums = tl.load(c + (m * H + head) * C + tl.arange(0, C))
         whole = tl.load(c + (m * H + head) * C + C - 1)
         kept = tl.exp((whole - sums).to(tl.float32))
         write = tl.load(w + gates, mask=rows < end, other=0.0)
-        d_kept = kept * tl.sum(passed * keys.to(tl.float32), 1) * 0.5
+        d_kept = kept * tl.sum(passed * keys.to(tl.float32), 1)
         total += passed * (kept * write)[:, None]
+        # Adding to the product before would make the compiler choose a layout that holds everything twice.
+        total += tl.dot(keys, tl.trans(carried), input_precision=PRECISION) * (kept * write)[:, None]
 
         start = load_operand(h + at, columns, columns, D, D, D)
         weight = 2 * tl.load(by_key + gates, mask=rows < end, other=0.0)

@@ -67,7 +67,10 @@ def gate_gradient_kernel(
     first, end = chunk_tokens(m, seq_start, chunk_start, chunk_seq, C)
     rows = first + tl.arange(0, C)
     columns = tl.arange(0, BD)
-    gates = rows * H + head
+    at = tl.arange(0, C)
+    real = at < tl.minimum(end - first, C).to(tl.int32)
+    base = first * H + head
+    gates = at * H
     u = load_operand(u + head // GROUP * D, rows, columns, H // GROUP * D, end, D)
     u_t = tl.trans(u)
     gram = tl.dot(u, u_t, input_precision=PRECISION)
@@ -76,29 +79,29 @@ def gate_gradient_kernel(
     right = tl.dot(load_operand(x + head * D, rows, columns, H * D, end, D), u_t, input_precision=PRECISION)
     left *= right
     tl.debug_barrier()  # loading what follows earlier would take too many registers
-    norm = tl.load(inverse + gates, mask=rows < end, other=0.0)
-    strength = tl.load(rho + gates, mask=rows < end, other=0.0)
-    along = -ridge * tl.load(product + gates, mask=rows < end, other=0.0)
+    norm = tl.load(inverse + base + gates, mask=real, other=0.0)
+    strength = tl.load(rho + base + gates, mask=real, other=0.0)
+    along = -ridge * tl.load(product + base + gates, mask=real, other=0.0)
     size = tl.load(sizes + m * H + head)
-    decay = tl.load(lead + (m * H + head) * C + tl.arange(0, C)) * norm
+    decay = tl.load(lead + (m * H + head) * C + at) * norm
     row = decay * size
 
     f = pair_decays(c + (m * H + head) * C) * norm[:, None]
-    write = tl.load(w + gates, mask=rows < end, other=0.0)
-    tl.store(by_key + gates, tl.sum(f * (along * strength * decay)[:, None], 0) * write, mask=rows < end)
-    key_start = tl.load(quadratic + gates, mask=rows < end, other=0.0)
-    key_size = tl.load(length + rows * (H // GROUP) + head // GROUP, mask=rows < end, other=0.0)
-    squares = key_size * key_size
-    write *= squares
+    write = tl.load(w + base + gates, mask=real, other=0.0)
+    tl.store(by_key + base + gates, tl.sum(f * (along * strength * decay)[:, None], 0) * write, mask=real)
+    key_start = tl.load(quadratic + base + gates, mask=real, other=0.0)
+    key_size = tl.load(length + first * (H // GROUP) + head // GROUP + at * (H // GROUP), mask=real, other=0.0)
+    write *= key_size * key_size
     e = f * write[None, :]
     pairs = tl.dot(e.to(DTYPE), gram, input_precision=PRECISION)
     own = tl.where(size > 0, row, 0.0) + tl.sum(e * key_start[None, :], 1)
-    d_sums = (along * own - tl.load(through + gates, mask=rows < end, other=0.0)) * strength * row
+    d_sums = (along * own - tl.load(through + base + gates, mask=real, other=0.0)) * strength * row
     d_e = (along[:, None] * (row[:, None] * key_start[None, :] + pairs) - left) * strength[:, None] * f
-    tl.store(d_w + gates, tl.sum(d_e, 0) * squares, mask=rows < end)
-    d_e = tl.where(rows[:, None] > rows[None, :], d_e, 0.0)  # the diagonal does not depend on g
+    key_size = tl.load(length + first * (H // GROUP) + head // GROUP + at * (H // GROUP), mask=real, other=0.0)
+    tl.store(d_w + base + gates, tl.sum(d_e, 0) * key_size * key_size, mask=real)
+    d_e = tl.where(at[:, None] > at[None, :], d_e, 0.0)  # the diagonal does not depend on g
     d_sums += tl.sum(d_e * write[None, :], 1) - tl.sum(d_e, 0) * write
-    tl.store(d_log + gates, d_sums, mask=rows < end)
+    tl.store(d_log + base + gates, d_sums, mask=real)
 
 
 @triton.jit
@@ -131,16 +134,19 @@ def pair_gradient_kernel(
     first, end = chunk_tokens(m, seq_start, chunk_start, chunk_seq, C)
     rows = first + tl.arange(0, C)
     columns = tl.arange(0, BD)
-    gates = rows * H + head
+    at = tl.arange(0, C)
+    real = at < tl.minimum(end - first, C).to(tl.int32)
+    base = first * H + head
+    gates = at * H
     u = load_operand(u + head // GROUP * D, rows, columns, H // GROUP * D, end, D)
-    norm = tl.load(inverse + gates, mask=rows < end, other=0.0)
-    key_size = tl.load(length + rows * (H // GROUP) + head // GROUP, mask=rows < end, other=0.0)
-    weight = tl.load(w + gates, mask=rows < end, other=0.0) * key_size * key_size
+    norm = tl.load(inverse + base + gates, mask=real, other=0.0)
+    key_size = tl.load(length + first * (H // GROUP) + head // GROUP + at * (H // GROUP), mask=real, other=0.0)
+    weight = tl.load(w + base + gates, mask=real, other=0.0) * key_size * key_size
     # Gradients have any size, and fp16 has not: the largest strength becomes 1.
-    strength = tl.load(rho + gates, mask=rows < end, other=0.0)
+    strength = tl.load(rho + base + gates, mask=real, other=0.0)
     largest = tl.max(strength, 0)
     strength *= inverse_or_0(largest)
-    along = -ridge * tl.load(product + gates, mask=rows < end, other=0.0) * strength
+    along = -ridge * tl.load(product + base + gates, mask=real, other=0.0) * strength
     e = tl.trans(pair_decays(c + (m * H + head) * C)) * weight[:, None] * norm[None, :]
     both = tl.dot(e.to(DTYPE), tl.trans((e * along[None, :]).to(DTYPE)), input_precision=PRECISION)
     both *= 2 * tl.dot(u, tl.trans(u), input_precision=PRECISION)

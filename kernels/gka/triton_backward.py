@@ -1,8 +1,9 @@
 """Triton: the gradients of phi = -sum_t z_t.(H_t + ridge ||H_t|| I) x_t at fixed x and z, in k, g, w and H_0.
 
 Notation of solve.py, scaled as in triton_kernels.py: n = ||H_t||, keys u = k / |k|, E includes |k|^2, e = E / n, H_0
-divided by its norm, row = d ||H_0|| / n; solve_kernel wrote x n, z n / length and rho = length / n. With c = z.x of
-these, the norm term acts like a gradient -ridge c rho / n^2 of H_t in the direction of H_t itself.
+divided by its norm, row = d ||H_0|| / n; solve_kernel wrote x n, z n / length and rho = length / n. With z.x of these,
+the norm term acts like a gradient -ridge z.x rho / n^2 of H_t in the direction of H_t itself. Kernels prefer small
+parts to one whole, which would not fit the registers.
 """
 
 import triton

@@ -223,8 +223,9 @@ def solve_kernel(
     PACKED: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    """Solve the systems of a chunk and head, rhs [tokens,H,D], u [tokens,H/GROUP,D], gates [tokens,H], h [chunks,H,D,D].
+    """Solve the systems of a chunk and head.
 
+    rhs [tokens,H,D], u = k / |k| [tokens,H/GROUP,D] and length = |k|, gates [tokens,H], h [chunks,H,D,D].
     Forward: rhs is q; writes x times ||H|| [tokens,H,D], inverse = 1/||H||, sizes = ||h|| and out = q + alpha (x - q)
     for q of length 1.
     BACKWARD: rhs is the gradient of out and the right-hand sides are alpha rhs; writes to out their solutions z, times

@@ -18,7 +18,16 @@ def _numbers(text: str | None) -> list[int] | None:
         raise typer.BadParameter(f"{text!r} is no list of layers such as 1,3,5.") from None
 
 
+def _given(ctx: typer.Context) -> list[str]:
+    """Options of the command line that only a new run reads."""
+    read_anyway = {"model", "resume", "dry_run", "device", "workspace", "json", "quiet"}
+    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
+    typed = [n for n, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    return ["--" + name.strip("_").replace("_", "-") for name in typed if name not in read_anyway]
+
+
 def command(
+    ctx: typer.Context,
     model: options.Model = None,
     ratio: Annotated[float | None, typer.Option("--ratio", help="Share of layers to convert, above 0 to 1.")] = None,
     layers: Annotated[str | None, typer.Option("--layers", help="Layers to convert, from 0: 1,3,5.")] = None,
@@ -84,6 +93,8 @@ def command(
     from hybridize.priming.transfer import StartOptions
 
     console = Console(json=json, quiet=quiet)
+    if resume and (given := _given(ctx)):
+        console.note(f"A resumed run keeps the settings it began with; not read again: {', '.join(given)}.")
     settings: dict[str, Any] = dict(read_setting(text) for text in set_ or [])
     if taken := sorted(settings.keys() & signature(prime).parameters.keys()):
         raise typer.BadParameter(f"--set {taken[0]} is no mixer setting.")

@@ -171,8 +171,10 @@ def test_a_stopped_run_resumes_to_the_same_numbers(prime, tmp_path, monkeypatch,
     if how == "ctrl-c":
         assert "after 5 of 10 steps" in err and "--resume" in err
     monkeypatch.setattr(Aligner, "step", step)
-    code, resumed, err = prime("--resume", model=False)
+    code, resumed, err = prime("--resume", "--lr", "0.5", model=False)
     assert code == 0, err
+    note = next(line for line in err.splitlines() if "keeps the settings it began with" in line)
+    assert "--lr" in note and "--seed" not in note
     assert resumed["losses"] == whole["losses"] and resumed["output"] == str(tmp_path / "out")
     curves = [os.path.join(report["run"], "log.jsonl") for report in (whole, resumed)]
     first, second = ([json.loads(line) for line in Path(curve).read_text().splitlines()] for curve in curves)

@@ -43,10 +43,9 @@ def new_state(
     if tuple(initial.shape) != (slots, *shape):
         raise ValueError(f"initial_state has shape {tuple(initial.shape)}, expected {(slots, *shape)}")
     if not inplace:
+        old = initial.float().contiguous()
         # Slots that no row names keep what they held.
-        return initial.float().contiguous(), (torch.empty_like if rows.slots is None else torch.clone)(
-            initial.float().contiguous()
-        )
+        return old, torch.empty_like(old) if rows.slots is None else old.clone()
     if initial.dtype != torch.float32 or not initial.is_contiguous():
         raise ValueError("inplace=True needs a contiguous fp32 initial_state")
     return initial, initial

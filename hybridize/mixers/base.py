@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hybridize.kernels.common import decay_of
 from hybridize.kernels.short_conv import short_conv
 from hybridize.mixers.tokens import State, TokenLayout, inert
 
@@ -265,8 +266,8 @@ class StateSpaceMixer(Mixer):
         return inert(F.softplus(inputs["a"].float() + self.dt_bias), lengths)
 
     def log_decay(self, inputs: State, lengths: Tensor | None) -> Tensor:
-        """-exp(A_log) times the timestep, fp32 [B, T, H]."""
-        return -self.A_log.float().exp() * self.timestep(inputs, lengths)
+        """What `decay_gate` makes of the logits, fp32 [B, T, H]; 0 behind each row's `lengths` tokens."""
+        return inert(decay_of(inputs["a"], self.decay_gate), lengths)
 
     def convolve(
         self, inputs: State, state: State | None, lengths: Tensor | None, cu_seqlens: Tensor | None

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridize.kernels.common import SMALLEST_LOG_DECAY, start_state
+from hybridize.kernels.decay.forward_triton import precision
 from hybridize.kernels.engine import launch, product_tile
 from hybridize.kernels.gdn import triton_backward, triton_forward
 from hybridize.kernels.varlen import ChunkTable, chunk_table
@@ -73,7 +74,7 @@ def plan(q: Tensor, k: Tensor, v: Tensor, table: ChunkTable) -> Plan:
     widths = {"DK": q.shape[3], "DV": v.shape[3]}
     padded = {"B" + n[1]: product_tile(d) for n, d in widths.items()}
     wide = q.dtype == torch.float32
-    constants = {**widths, **padded, "C": CHUNK, "PRECISION": "tf32x3" if wide else "tf32"}
+    constants = {**widths, **padded, "C": CHUNK, "PRECISION": precision(q)}
     return Plan(table, q.shape[2], k.shape[2], constants, wide)
 
 

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from triton import language as tl
 
 from hybridize.kernels.common import SMALLEST_LOG_DECAY, group_size
-from hybridize.kernels.decay.forward_triton import prepare_gates, scan, state_dtype
+from hybridize.kernels.decay.forward_triton import precision, prepare_gates, scan, state_dtype
 from hybridize.kernels.decay.scan_triton import chunk_states
 from hybridize.kernels.engine import interpreted, launch, product_tile
 from hybridize.kernels.gka.inputs import EPS, chebyshev_weights
@@ -28,7 +28,6 @@ from hybridize.kernels.varlen import ChunkTable
 def _constants(q: Tensor, k: Tensor) -> dict[str, Any]:
     """Return what all kernels are compiled for: 16-bit inputs are solved in fp16, with H and x scaled to fit it."""
     heads, dim = q.shape[2:]
-    half = q.dtype != torch.float32
     return {
         "H": heads,
         "GROUP": group_size(heads, k.shape[2]),
@@ -36,8 +35,8 @@ def _constants(q: Tensor, k: Tensor) -> dict[str, Any]:
         "BD": product_tile(dim),
         "FLOOR": SMALLEST_LOG_DECAY,
         "EPS": EPS,
-        "DTYPE": tl.float16 if half else tl.float32,
-        "PRECISION": "tf32" if half else "tf32x3",
+        "DTYPE": tl.float32 if q.dtype == torch.float32 else tl.float16,
+        "PRECISION": precision(q),
     }
 
 

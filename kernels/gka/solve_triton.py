@@ -21,16 +21,16 @@ from hybridize.kernels.gka.triton_backward import (
     reverse_scan_kernel,
     start_gradient_kernel,
 )
-from hybridize.kernels.gka.triton_kernels import solve_kernel
+from hybridize.kernels.gka.triton_kernels import direction_kernel, solve_kernel
 from hybridize.kernels.varlen import ChunkTable
 
 
-def _constants(q: Tensor, k: Tensor) -> dict[str, Any]:
-    """Return what all kernels are compiled for: 16-bit inputs are solved in fp16, with H and x scaled to fit it."""
+def _constants(q: Tensor, u: Tensor) -> dict[str, Any]:
+    """Return what all kernels are compiled for."""
     heads, dim = q.shape[2:]
     return {
         "H": heads,
-        "GROUP": group_size(heads, k.shape[2]),
+        "GROUP": group_size(heads, u.shape[2]),
         "D": dim,
         "BD": product_tile(dim),
         "FLOOR": SMALLEST_LOG_DECAY,
@@ -40,9 +40,29 @@ def _constants(q: Tensor, k: Tensor) -> dict[str, Any]:
     }
 
 
+def _product_dtype(q: Tensor) -> torch.dtype:
+    """Return what products are made of: 16-bit inputs are solved in fp16, with H and x scaled to fit it."""
+    return torch.float32 if q.dtype == torch.float32 else torch.float16
+
+
+def _directions(k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return k / |k| in dtype, and |k| [B,T,heads]."""
+    u = torch.empty_like(k, dtype=dtype)
+    length = torch.empty(k.shape[:3], device=k.device, dtype=torch.float32)
+    launch(
+        direction_kernel,
+        lambda meta: (triton.cdiv(length.numel(), meta["ROWS"]),),
+        [{"ROWS": 16, "num_warps": 4}],
+        *(k, u, length, length.numel()),
+        D=k.shape[3],
+        BD=product_tile(k.shape[3]),
+    )
+    return u, length
+
+
 def _solve(
     rhs: Tensor,
-    k: Tensor,
+    keys: tuple[Tensor, Tensor],
     gates: tuple[Tensor, Tensor, Tensor],
     states: Tensor,
     *results: Tensor | None,
@@ -53,12 +73,12 @@ def _solve(
 ) -> None:
     """Run solve_kernel on the chunks of all heads."""
     step, _ = chebyshev_weights(ridge, 0)
-    constants = _constants(rhs, k)
+    constants = _constants(rhs, keys[0])
     launch(
         solve_kernel,
         lambda _: (table.chunks * rhs.shape[2],),
         [{"num_warps": 4, "num_stages": 1}],
-        *(rhs, k, *gates, states, *results, table.seq_start, table.chunk_start, table.chunk_seq),
+        *(rhs, *keys, *gates, states, *results, table.seq_start, table.chunk_start, table.chunk_seq),
         *(step, 1 - step * ridge, (1 / (1 + 2 * ridge)) ** 2 / 4),
         **constants,
         ITERS=num_iters,
@@ -84,13 +104,13 @@ class _Mix(torch.autograd.Function):
         num_iters: int,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         states, final = chunk_states(k, k, g, w, initial, table, state_dtype(q))
-        x = torch.empty_like(q, dtype=torch.float32 if q.dtype == torch.float32 else torch.float16)
+        x = torch.empty_like(q, dtype=_product_dtype(q))
         inverse, out = torch.empty_like(g), torch.empty_like(q, dtype=k.dtype)
         low = None if k.dtype == torch.float32 else torch.empty_like(out)
         settings = {"table": table, "ridge": ridge, "num_iters": num_iters}
         sizes = torch.empty(table.chunks, q.shape[2], device=q.device, dtype=torch.float32)
         results = (sizes, x, inverse, out, low, None, None, None, None)
-        _solve(q, k, (g, w, alpha), states, *results, **settings, backward=False)
+        _solve(q, _directions(k, x.dtype), (g, w, alpha), states, *results, **settings, backward=False)
         ctx.save_for_backward(q, k, g, w, alpha, initial, x, inverse, sizes)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
@@ -111,9 +131,10 @@ class _Mix(torch.autograd.Function):
         rho, quadratic, through, product = (torch.empty_like(g) for _ in range(4))
         d_out = torch.zeros_like(q, dtype=k.dtype) if d_out is None else d_out.contiguous()
         results = (sizes, x, None, z, None, rho, quadratic, through, product)
-        _solve(d_out, k, (g, w, alpha), states, *results, **ctx.settings, backward=True)
+        keys = _directions(k, x.dtype)
+        _solve(d_out, keys, (g, w, alpha), states, *results, **ctx.settings, backward=True)
         d_q, d_alpha = torch.empty_like(q), torch.empty_like(g)
-        constants = _constants(q, k)
+        constants = _constants(q, keys[0])
         launch(
             mix_gradient_kernel,
             lambda meta: (triton.cdiv(g.numel(), meta["ROWS"]),),
@@ -128,8 +149,8 @@ class _Mix(torch.autograd.Function):
             gate_gradient_kernel,
             lambda _: (table.chunks * heads,),
             [{"num_warps": 4, "num_stages": 1}],
-            *(k, w, gates.c, gates.lead, sizes, x, z, inverse, rho, quadratic, through, product, d_w, d_log, by_key),
-            *(*starts, ridge),
+            *(*keys, w, gates.c, gates.lead, sizes, x, z, inverse, rho, quadratic, through, product),
+            *(d_w, d_log, by_key, *starts, ridge),
             **pairs,
         )
         d_keys = torch.empty_like(q, dtype=k.dtype)
@@ -137,7 +158,7 @@ class _Mix(torch.autograd.Function):
             pair_gradient_kernel,
             lambda _: (table.chunks * heads,),
             [{"num_warps": 4, "num_stages": 1}],
-            *(k, w, gates.c, x, z, inverse, rho, product, d_keys, *starts, ridge),
+            *(*keys, w, gates.c, x, z, inverse, rho, product, d_keys, *starts, ridge),
             **pairs,
         )
         d_states = torch.empty_like(states)

@@ -1,8 +1,9 @@
 """Triton: the gradients of phi = -sum_t z_t.(H_t + ridge ||H_t|| I) x_t at fixed x and z, in k, g, w and H_0.
 
 Notation of solve.py, scaled as in triton_kernels.py: n = ||H_t||, keys u = k / |k|, E includes |k|^2, e = E / n, H_0
-divided by its norm, row = d ||H_0|| / n; solve_kernel wrote x n, z n / length and rho = length / n. With c = z.x of
-these, the norm term acts like a gradient -ridge c rho / n^2 of H_t in the direction of H_t itself.
+divided by its norm, row = d ||H_0|| / n; solve_kernel wrote x n, z n / length and rho = length / n. With z.x of these,
+the norm term acts like a gradient -ridge z.x rho / n^2 of H_t in the direction of H_t itself. Kernels prefer small
+parts to one whole, which would not fit the registers.
 """
 
 import triton
@@ -12,7 +13,7 @@ from hybridize.kernels.decay.triton_kernels import chunk_tokens, in_two
 from hybridize.kernels.gka.triton_kernels import (
     inverse_or_0,
     lengths,
-    load_keys,
+    load_operand,
     load_rows,
     store_rows,
     unit_gradient,
@@ -20,24 +21,18 @@ from hybridize.kernels.gka.triton_kernels import (
 
 
 @triton.jit
-def load_operand(x, rows, columns, stride, end, D: tl.constexpr):
-    """Load rows of x [tokens,...] as they are; zeros from token end on and from column D on."""
-    mask = (rows < end)[:, None] & (columns < D)[None, :]
-    return tl.load(x + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def pair_decays(c, norm):
-    """Return e^(c_t - c_i) norm_t at [i,t], 0 for t < i, of the running sums c of one chunk."""
+def pair_decays(c):
+    """Return e^(c_t - c_i), lower triangular, of the running sums c of one chunk."""
     at = tl.arange(0, 64)
     high, low = in_two(tl.load(c + at))
-    gap = (high[None, :] - high[:, None]) + (low[None, :] - low[:, None])
-    return tl.exp(tl.where(at[:, None] <= at[None, :], gap, float("-inf"))) * norm[None, :]
+    gap = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+    return tl.exp(tl.where(at[:, None] >= at[None, :], gap, float("-inf")))
 
 
 @triton.jit
 def gate_gradient_kernel(
-    k,
+    u,
+    length,
     w,
     c,
     lead,
@@ -65,7 +60,7 @@ def gate_gradient_kernel(
 ):
     """Write the parts of d_w and of the gradient d_log of the sums of g by the tokens of a chunk and head alone.
 
-    The gradient by the norms is sum_i by_key_i k_i k_i^T for H_0, and 2 by_key_i H_0 k_i for k_i. Tiles are [i,t].
+    The gradient by the norms is sum_i by_key_i k_i k_i^T for H_0, and 2 by_key_i H_0 k_i for k_i.
     """
     C: tl.constexpr = 64
     m = tl.program_id(0).to(tl.int64) // H
@@ -73,39 +68,47 @@ def gate_gradient_kernel(
     first, end = chunk_tokens(m, seq_start, chunk_start, chunk_seq, C)
     rows = first + tl.arange(0, C)
     columns = tl.arange(0, BD)
-    gates = rows * H + head
-    keys, length = load_keys(k + head // GROUP * D, rows, columns, H // GROUP * D, end, D)
-    u = keys.to(DTYPE)
-    gram = tl.dot(u, tl.trans(u), input_precision=PRECISION)
-    norm = tl.load(inverse + gates, mask=rows < end, other=0.0)
-    write = tl.load(w + gates, mask=rows < end, other=0.0)
-    strength = tl.load(rho + gates, mask=rows < end, other=0.0)
-    along = -ridge * tl.load(product + gates, mask=rows < end, other=0.0)
-    key_start = tl.load(quadratic + gates, mask=rows < end, other=0.0)
+    at = tl.arange(0, C)
+    real = at < tl.minimum(end - first, C).to(tl.int32)
+    base = first * H + head
+    gates = at * H
+    u = load_operand(u + head // GROUP * D, rows, columns, H // GROUP * D, end, D)
+    u_t = tl.trans(u)
+    gram = tl.dot(u, u_t, input_precision=PRECISION)
+    gram = (gram * gram).to(DTYPE)
+    left = tl.dot(load_operand(z + head * D, rows, columns, H * D, end, D), u_t, input_precision=PRECISION)
+    right = tl.dot(load_operand(x + head * D, rows, columns, H * D, end, D), u_t, input_precision=PRECISION)
+    left *= right
+    tl.debug_barrier()  # loading what follows earlier would take too many registers
+    norm = tl.load(inverse + base + gates, mask=real, other=0.0)
+    strength = tl.load(rho + base + gates, mask=real, other=0.0)
+    along = -ridge * tl.load(product + base + gates, mask=real, other=0.0)
     size = tl.load(sizes + m * H + head)
-    decay = tl.load(lead + (m * H + head) * C + tl.arange(0, C)) * norm
+    decay = tl.load(lead + (m * H + head) * C + at) * norm
     row = decay * size
 
-    f = pair_decays(c + (m * H + head) * C, norm)
-    tl.store(by_key + gates, tl.sum(f * (along * strength * decay)[None, :], 1) * write, mask=rows < end)
-    f *= (length * length)[:, None]
-    e = f * write[:, None]
-    own = tl.where(size > 0, row, 0.0) + tl.sum(e * key_start[:, None], 0)
-    d_sums = along * own - tl.load(through + gates, mask=rows < end, other=0.0)
-    pairs = tl.dot((gram * gram).to(DTYPE), e.to(DTYPE), input_precision=PRECISION)
-    d_e = along[None, :] * (row[None, :] * key_start[:, None] + pairs)
-    left = tl.dot(u, tl.trans(load_operand(z + head * D, rows, columns, H * D, end, D)), input_precision=PRECISION)
-    right = tl.dot(u, tl.trans(load_operand(x + head * D, rows, columns, H * D, end, D)), input_precision=PRECISION)
-    d_e = (d_e - left * right) * strength[None, :] * f
-    tl.store(d_w + gates, tl.sum(d_e, 1), mask=rows < end)
-    later = rows[:, None] < rows[None, :]  # the diagonal does not depend on g
-    d_e = tl.where(later, d_e * write[:, None], 0.0)
-    tl.store(d_log + gates, d_sums * strength * row + tl.sum(d_e, 0) - tl.sum(d_e, 1), mask=rows < end)
+    f = pair_decays(c + (m * H + head) * C) * norm[:, None]
+    write = tl.load(w + base + gates, mask=real, other=0.0)
+    tl.store(by_key + base + gates, tl.sum(f * (along * strength * decay)[:, None], 0) * write, mask=real)
+    key_start = tl.load(quadratic + base + gates, mask=real, other=0.0)
+    key_size = tl.load(length + first * (H // GROUP) + head // GROUP + at * (H // GROUP), mask=real, other=0.0)
+    write *= key_size * key_size
+    e = f * write[None, :]
+    pairs = tl.dot(e.to(DTYPE), gram, input_precision=PRECISION)
+    own = tl.where(size > 0, row, 0.0) + tl.sum(e * key_start[None, :], 1)
+    d_sums = (along * own - tl.load(through + base + gates, mask=real, other=0.0)) * strength * row
+    d_e = (along[:, None] * (row[:, None] * key_start[None, :] + pairs) - left) * strength[:, None] * f
+    key_size = tl.load(length + first * (H // GROUP) + head // GROUP + at * (H // GROUP), mask=real, other=0.0)
+    tl.store(d_w + base + gates, tl.sum(d_e, 0) * key_size * key_size, mask=real)
+    d_e = tl.where(at[:, None] > at[None, :], d_e, 0.0)  # the diagonal does not depend on g
+    d_sums += tl.sum(d_e * write[None, :], 1) - tl.sum(d_e, 0) * write
+    tl.store(d_log + base + gates, d_sums, mask=real)
 
 
 @triton.jit
 def pair_gradient_kernel(
-    k,
+    u,
+    length,
     w,
     c,
     x,
@@ -132,17 +135,20 @@ def pair_gradient_kernel(
     first, end = chunk_tokens(m, seq_start, chunk_start, chunk_seq, C)
     rows = first + tl.arange(0, C)
     columns = tl.arange(0, BD)
-    gates = rows * H + head
-    keys, length = load_keys(k + head // GROUP * D, rows, columns, H // GROUP * D, end, D)
-    u = keys.to(DTYPE)
-    norm = tl.load(inverse + gates, mask=rows < end, other=0.0)
-    weight = tl.load(w + gates, mask=rows < end, other=0.0) * length * length
+    at = tl.arange(0, C)
+    real = at < tl.minimum(end - first, C).to(tl.int32)
+    base = first * H + head
+    gates = at * H
+    u = load_operand(u + head // GROUP * D, rows, columns, H // GROUP * D, end, D)
+    norm = tl.load(inverse + base + gates, mask=real, other=0.0)
+    key_size = tl.load(length + first * (H // GROUP) + head // GROUP + at * (H // GROUP), mask=real, other=0.0)
+    weight = tl.load(w + base + gates, mask=real, other=0.0) * key_size * key_size
     # Gradients have any size, and fp16 has not: the largest strength becomes 1.
-    strength = tl.load(rho + gates, mask=rows < end, other=0.0)
+    strength = tl.load(rho + base + gates, mask=real, other=0.0)
     largest = tl.max(strength, 0)
     strength *= inverse_or_0(largest)
-    along = -ridge * tl.load(product + gates, mask=rows < end, other=0.0) * strength
-    e = pair_decays(c + (m * H + head) * C, norm) * weight[:, None]
+    along = -ridge * tl.load(product + base + gates, mask=real, other=0.0) * strength
+    e = tl.trans(pair_decays(c + (m * H + head) * C)) * weight[:, None] * norm[None, :]
     both = tl.dot(e.to(DTYPE), tl.trans((e * along[None, :]).to(DTYPE)), input_precision=PRECISION)
     both *= 2 * tl.dot(u, tl.trans(u), input_precision=PRECISION)
     part = tl.dot(both.to(DTYPE), u, input_precision=PRECISION)
@@ -153,7 +159,7 @@ def pair_gradient_kernel(
     part = tl.dot((e * left).to(DTYPE), solved, part, input_precision=PRECISION)
     right = tl.dot(u, tl.trans(solved), input_precision=PRECISION)
     part = tl.dot((e * right).to(DTYPE), adjoint, part, input_precision=PRECISION)
-    part *= (inverse_or_0(length) * largest)[:, None]
+    part *= (inverse_or_0(key_size) * largest)[:, None]
     store_rows(d_keys + head * D, part, rows, columns, H * D, end, D)
 
 
@@ -311,13 +317,14 @@ def key_gradient_kernel(
         # What the state after the chunk passes on: sum_i F_Ci w_i k_i k_i^T and d_C H_0.
         carried = load_operand(d_states + at, columns, columns, D, D, D)
         passed = tl.dot(keys, carried, input_precision=PRECISION)
-        passed = tl.dot(keys, tl.trans(carried), passed, input_precision=PRECISION)
         sums = tl.load(c + (m * H + head) * C + tl.arange(0, C))
         whole = tl.load(c + (m * H + head) * C + C - 1)
         kept = tl.exp((whole - sums).to(tl.float32))
         write = tl.load(w + gates, mask=rows < end, other=0.0)
-        d_kept = kept * tl.sum(passed * keys.to(tl.float32), 1) * 0.5
+        d_kept = kept * tl.sum(passed * keys.to(tl.float32), 1)
         total += passed * (kept * write)[:, None]
+        # Adding to the product before would make the compiler choose a layout that holds everything twice.
+        total += tl.dot(keys, tl.trans(carried), input_precision=PRECISION) * (kept * write)[:, None]
 
         start = load_operand(h + at, columns, columns, D, D, D)
         weight = 2 * tl.load(by_key + gates, mask=rows < end, other=0.0)

@@ -41,11 +41,21 @@ def lengths(x):
 
 
 @triton.jit
-def load_keys(k, rows, columns, stride, end, D: tl.constexpr):
-    """Return the keys divided by their lengths, and the lengths."""
-    keys = load_rows(k, rows, columns, stride, end, D)
-    length, inverse = lengths(keys)
-    return keys * inverse[:, None], length
+def load_operand(x, rows, columns, stride, end, D: tl.constexpr):
+    """Load rows of x [tokens,...] in their dtype; zeros from token end on and from column D on."""
+    mask = (rows < end)[:, None] & (columns < D)[None, :]
+    return tl.load(x + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def direction_kernel(k, u, length, total, D: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr):
+    """Split the rows of k [total,D] into u of length 1, zero for zero rows, and their lengths."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BD)
+    keys = load_rows(k, rows, columns, D, total, D)
+    size, inverse = lengths(keys)
+    store_rows(u, keys * inverse[:, None], rows, columns, D, total, D)
+    tl.store(length + rows, size, mask=rows < total)
 
 
 @triton.jit
@@ -181,7 +191,8 @@ def unit_kernel(x, out, d_out, total, D: tl.constexpr, EPS: tl.constexpr, ROWS: 
 @triton.jit
 def solve_kernel(
     rhs,
-    k,
+    u,
+    length,
     g,
     w,
     alpha,
@@ -213,8 +224,9 @@ def solve_kernel(
     PACKED: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    """Solve one chunk and head: rhs [tokens,H,D], k [tokens,H/GROUP,D], gates [tokens,H], h [chunks,H,D,D].
+    """Solve the systems of a chunk and head.
 
+    rhs [tokens,H,D], u = k / |k| [tokens,H/GROUP,D] and length = |k|, gates [tokens,H], h [chunks,H,D,D].
     Forward: rhs is q; writes x times ||H|| [tokens,H,D], inverse = 1/||H||, sizes = ||h|| and out = q + alpha (x - q)
     for q of length 1, and to out_low, if given, what rounding took off out.
     BACKWARD: rhs is the gradient of out and the right-hand sides are alpha rhs; writes to out their solutions z, times
@@ -228,8 +240,7 @@ def solve_kernel(
     rows = first + tl.arange(0, C)
     columns = tl.arange(0, BD)
     width: tl.constexpr = H * D
-    keys, length = load_keys(k + head // GROUP * D, rows, columns, H // GROUP * D, end, D)
-    u = keys.to(DTYPE)
+    u = load_operand(u + head // GROUP * D, rows, columns, H // GROUP * D, end, D)
     u_t = tl.trans(u)
     start = load_state(h + (m * H + head) * D * D, columns, D)
     if BACKWARD:
@@ -238,10 +249,11 @@ def solve_kernel(
         size = frobenius(start)
         tl.store(sizes + m * H + head, size)
     h0 = (start * inverse_or_0(size)).to(DTYPE)
-    by_key = tl.sum(tl.dot(u, h0, input_precision=PRECISION) * keys, 1)
+    by_key = tl.sum(tl.dot(u, h0, input_precision=PRECISION) * u.to(tl.float32), 1)
     gram = tl.dot(u, u_t, input_precision=PRECISION)
     e, d = decays(g + head, rows, end, H, FLOOR)
-    e *= (tl.load(w + rows * H + head, mask=rows < end, other=0.0) * length * length)[None, :]
+    key_size = tl.load(length + rows * (H // GROUP) + head // GROUP, mask=rows < end, other=0.0)
+    e *= (tl.load(w + rows * H + head, mask=rows < end, other=0.0) * key_size * key_size)[None, :]
     e, d, norm = gram_norms(gram, by_key, e, d, size, DTYPE, PRECISION)
     e = (e * -step).to(DTYPE)
     row = d * -step
@@ -249,8 +261,8 @@ def solve_kernel(
     b = load_rows(rhs + head * D, rows, columns, width, end, D)
     if BACKWARD:
         b *= tl.load(alpha + rows * H + head, mask=rows < end, other=0.0)[:, None]
-        length, norm_rhs = lengths(b)
-        tl.store(rho + rows * H + head, length * norm, mask=rows < end)
+        size_rhs, norm_rhs = lengths(b)
+        tl.store(rho + rows * H + head, size_rhs * norm, mask=rows < end)
         tl.store(quadratic + rows * H + head, by_key, mask=rows < end)
         b *= norm_rhs[:, None]
     else:

@@ -76,6 +76,13 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a GPU has."""
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
 def padded(width: int, least: int = 16) -> int:
     """Return the tile that holds width channels: the next power of two, at least the 16 that tensor cores need."""
     return max(least, 1 << (width - 1).bit_length())

@@ -18,4 +18,4 @@ def test_runs(script):
     )
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert len(rows) > 10 and "nan" not in done.stdout
+    assert len(rows) > 7 and "nan" not in done.stdout

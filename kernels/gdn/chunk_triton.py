@@ -16,13 +16,13 @@ CHUNK = 64
 # (Block of value channels, warps, stages) for 16-bit inputs and for fp32 ones, whose tiles take twice the space.
 CONFIGS = {
     "prepare": ((64, 4, 1),),
-    "scan": ((64, 4, 3), (64, 4, 2), (32, 4, 2), (16, 4, 1)),
+    "scan": ((32, 4, 3), (32, 4, 2), (16, 4, 1)),
     "read_out": ((64, 4, 2), (32, 4, 1)),
     "local_gradients": ((64, 4, 1), (32, 4, 1)),
     "scan_both_ways": ((64, 4, 3), (64, 4, 2), (32, 4, 2), (16, 4, 1)),
-    "query_gradients": ((64, 4, 1), (32, 4, 1)),
-    "system_gradients": ((64, 4, 1), (32, 4, 1)),
-    "key_gradients": ((64, 4, 1), (32, 4, 1)),
+    "query_gradients": ((64, 4, 2), (64, 4, 1), (32, 4, 1)),
+    "system_gradients": ((64, 4, 2), (64, 4, 1), (32, 4, 1)),
+    "key_gradients": ((64, 4, 2), (64, 4, 1), (32, 4, 1)),
 }
 WIDE = {
     "prepare": ((32, 8, 1),),

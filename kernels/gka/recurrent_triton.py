@@ -6,11 +6,12 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridize.kernels.decode import Rows, lined, new_state, read_gate, row_tokens, softplus
-from hybridize.kernels.engine import launch, padded
+from hybridize.kernels.engine import capability, launch, multiprocessors, padded
 from hybridize.kernels.gka.inputs import EPS, GkaState, smallest_norm
 
-# With one warp for every 32 columns a thread has a tile of 4 x 32; at 128, three programs fit on a multiprocessor.
+# With one warp for every 32 columns a thread has a tile of 4 x 32; at 128, two programs fit on a multiprocessor.
 CONFIGS = {16: ({"num_warps": 1},), 32: ({"num_warps": 1},), 64: ({"num_warps": 2},), 128: ({"num_warps": 4},)}
+SOME_TURNS = 8  # programs to a multiprocessor from which on a late start is made up for
 
 
 @triton.jit
@@ -70,17 +71,41 @@ def solve(gram, query, ridge, smallest, NUM_ITERS: tl.constexpr):
     return x * inverse
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
+def wait_a_turn(n, turn):
+    """Let program n begin 8 us later, about half of what it takes at head size 128, if it is in the second turn."""
+    if n // turn == 1:
+        tl.inline_asm_elementwise("nanosleep.u32 8000; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def read_ahead(start, BYTES: tl.constexpr):
+    """Ask for BYTES from a pointer to be brought into the L2 cache, by one thread."""
+    FETCH: tl.constexpr = (
+        "{ .reg .pred one; .reg .u32 tid; mov.u32 tid, %tid.x; setp.eq.u32 one, tid, 0; "
+        f"@one cp.async.bulk.prefetch.L2.global [$1], {BYTES}; mov.u32 $0, 0; }}"
+    )
+    tl.inline_asm_elementwise(FETCH, "=r,l", [start.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit(do_not_specialize=["T", "turn"])
 def recurrent_gka_kernel(
     q, k, v, g, beta, alpha, o, h_in, u_in, h_out, u_out, slots, starts, a_log, dt_bias,
-    scale, ridge, eps, smallest, T,
+    scale, ridge, eps, smallest, T, turn,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     NUM_ITERS: tl.constexpr, ONE: tl.constexpr, PACKED: tl.constexpr, SLOTS: tl.constexpr, HAS_STATE: tl.constexpr,
-    LOGITS: tl.constexpr,
+    LOGITS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One program: one head of one row. ONE: every row has one token, and no loop holds registers for the next."""
+    """One program: one head of one row. ONE: every row has one token, and no loop holds registers for the next.
+
+    AHEAD: bytes of U to ask for before the solve, so that memory is read while it runs. The two programs of a
+    multiprocessor begin together and would go on in step, both reading or both solving: the second of its first two (of
+    the `turn` programs after the first `turn`) begins late.
+    """
     head = tl.program_id(0)
+    if AHEAD > 0:
+        wait_a_turn(head, turn)
     n, h = (head // H).to(tl.int64), head % H
     slot = n
     if SLOTS:
@@ -125,7 +150,9 @@ def recurrent_gka_kernel(
         length = inverse_length(key, eps)
         gram = gram * decay + key * (write * length * write * length) * as_rows(key)
         if ONE or t == end - 1:
-            tl.store(h_out + gram_at, gram, mask=gram_mask)
+            tl.store(h_out + gram_at, gram, mask=gram_mask, cache_modifier=".cs")  # not read again: leaves the L2 first
+        if AHEAD > 0:
+            read_ahead(u_in, AHEAD)
         unit = query * inverse_length(query, eps)
         mixed = unit
         if NUM_ITERS > 0:
@@ -142,7 +169,7 @@ def recurrent_gka_kernel(
             u += decay * tl.load(tl.where(t > first, u_out, u_in) + u_at, mask=u_mask, other=0.0)
         elif t > first:
             u += decay * tl.load(u_out + u_at, mask=u_mask, other=0.0)
-        tl.store(u_out + u_at, u, mask=u_mask)
+        tl.store(u_out + u_at, u, mask=u_mask, cache_modifier=".cs" if ONE else "")
         tl.store(o + gate * DV + c, sum_rows(u * as_rows(mixed)).to(o.dtype.element_ty), mask=in_v)
     if PACKED and first == end:  # a row without tokens keeps its state
         tl.store(h_out + gram_at, gram, mask=gram_mask)
@@ -150,6 +177,21 @@ def recurrent_gka_kernel(
         if HAS_STATE:
             u = tl.load(u_in + u_at, mask=u_mask, other=0.0)
         tl.store(u_out + u_at, u, mask=u_mask)
+
+
+def bytes_ahead(u: Tensor | None) -> int:
+    """Return the bytes of a head's U if one instruction, Hopper's, can bring them into the cache, else 0."""
+    if u is None or capability(u.device) < (9, 0):
+        return 0
+    size: int = u.stride(1) * 4
+    return 0 if size % 16 or u.data_ptr() % 16 else size
+
+
+def turn_size(programs: int, block: int, device: torch.device) -> int:
+    """Return how many programs begin at once and how many then begin late; with all of them, none does."""
+    if block < 128 or programs < SOME_TURNS * multiprocessors(device):
+        return programs
+    return multiprocessors(device)
 
 
 def recurrent_gka_triton(
@@ -180,16 +222,19 @@ def recurrent_gka_triton(
     u_old, u_new = new_state(u_old, (heads, dim, width), rows, q, inplace)
     o = torch.empty((*q.shape[:3], width), dtype=q.dtype, device=q.device)
     a_log, dt_bias = decay_gate or (None, None)
+    one, programs = rows.tokens == 1 and rows.starts is None, rows.count * heads
+    ahead = bytes_ahead(u_old) if one else 0
     launch(
         recurrent_gka_kernel,
-        lambda meta: (rows.count * heads,),
+        lambda meta: (programs,),
         CONFIGS[block],
         q, k, v, g, beta, alpha, o, h_old, u_old, h_new, u_new, rows.slots, rows.starts, a_log, dt_bias,
         scale, ridge, EPS, smallest_norm(torch.float32), rows.tokens,
+        turn_size(programs, block, q.device) if ahead else programs,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         H=heads, GROUP=heads // k.shape[2], D=dim, DV=width, BD=block, BV=padded(width),
-        NUM_ITERS=num_iters, ONE=rows.tokens == 1 and rows.starts is None, PACKED=rows.starts is not None,
+        NUM_ITERS=num_iters, ONE=one, PACKED=rows.starts is not None,
         SLOTS=rows.slots is not None,
-        HAS_STATE=h_old is not None, LOGITS=decay_gate is not None,
+        HAS_STATE=h_old is not None, LOGITS=decay_gate is not None, AHEAD=ahead,
     )  # fmt: skip
     return o, (h_new, u_new)

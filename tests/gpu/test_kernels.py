@@ -106,3 +106,24 @@ def test_decode_offsets_beyond_2_31(name):
     expected = call(OPS[name].recurrent, last, tuple(torch.zeros_like(x[:3]) for x in state), inplace=True)
     found = call(OPS[name].recurrent, inputs, state, inplace=True)
     assert all(torch.equal(a[-3:], b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("shift", [0, 1])  # of the state in memory, by which it is aligned or not
+def test_decode_of_many_rows(dim, shift):
+    """As many rows as make GKA's programs begin in turns give the same bits as a few rows do."""
+    rows, count = 48, 48 * 32 * dim * dim
+    inputs = bf16_inputs("gka", rows, 1, dim=dim)
+    keys = torch.randn(rows, 32, 2 * dim, dim, device="cuda")
+    memory = [torch.zeros(count + shift, device="cuda") for _ in range(2)]
+    state = tuple(x[shift:].view(rows, 32, dim, dim) for x in memory)
+    state[0].copy_(keys.mT @ keys / dim)
+    state[1].copy_(torch.randn_like(state[1]))
+    some = slice(3, 7)
+    few = {n: x[some] for n, x in inputs.items()}
+    start = tuple(x[some].clone() for x in state)
+    exact = call(OPS["gka"].naive, {n: x.double().cpu() for n, x in few.items()}, [x.double().cpu() for x in start])
+    alone = call(OPS["gka"].recurrent, few, start, inplace=True)
+    found = call(OPS["gka"].recurrent, inputs, state, inplace=True)
+    assert all(torch.equal(a[some], b) for a, b in zip(found, alone, strict=True))
+    assert_close([x.float().cpu() for x in alone], exact, 2e-2)

@@ -3,11 +3,13 @@
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from functools import cache, wraps
 from importlib.util import find_spec
 from shutil import which
 from sysconfig import get_paths
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -97,6 +99,51 @@ def product_tile(width: int) -> int:
 
 
 _fitting: dict[tuple[Any, ...], int] = {}
+_compiling: ContextVar[bool] = ContextVar("compiling", default=False)
+Runs = TypeVar("Runs", bound=Callable[..., Any])
+
+
+def compiled_together(run: Runs) -> Runs:
+    """Compile all kernels that a function launches side by side, before its first run on new kinds of arguments.
+
+    It is called once more for this, with launches that compile and do not run, so all it does must be allocations and
+    launches. A context of autograd among its arguments counts as the tensors it has saved.
+    """
+    seen: set[Any] = set()
+
+    @wraps(run)
+    def compiling_first(*args: Any) -> Any:
+        kinds = tuple(map(_kind, args))
+        if kinds not in seen and not interpreted():
+            seen.add(kinds)
+            _compile(run, args)
+        return run(*args)
+
+    return compiling_first  # type: ignore[return-value]
+
+
+def _kind(x: Any) -> Any:
+    """Return what tells arguments apart that need other kernels."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.device.index, x.shape[2:]
+    if hasattr(x, "saved_tensors"):
+        return tuple(map(_kind, x.saved_tensors))
+    return x if isinstance(x, bool | int | float | None) else type(x)
+
+
+def _compile(run: Callable[..., Any], args: Sequence[Any]) -> None:
+    import triton
+
+    mode = getattr(triton, "AsyncCompileMode", None)
+    if mode is None:  # before Triton 3.5
+        return
+    # What cannot be compiled is met again, and explained, when it is to run.
+    with ThreadPoolExecutor(os.cpu_count()) as threads, mode(threads, ignore_errors=True):
+        token = _compiling.set(True)
+        try:
+            run(*args)
+        finally:
+            _compiling.reset(token)
 
 
 def launch(
@@ -122,6 +169,9 @@ def launch(
         return
     key = (id(kernel), device.index, *constants.values())
     first = _fitting.get(key)
+    if _compiling.get():
+        kernel.warmup(*args, grid=(1,), **constants, **configs[first or 0])
+        return
     if first is not None:
         kernel[grid](*args, **constants, **configs[first])
         return

@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 from hybridize.kernels.decay.backward_triton import gradients
 from hybridize.kernels.decay.forward_triton import empty_state, output, prepare_gates, scan, state_dtype
 from hybridize.kernels.decay.fused_triton import fits, fused
+from hybridize.kernels.engine import compiled_together
 from hybridize.kernels.varlen import ChunkTable
 
 
@@ -53,6 +54,7 @@ class _DecayAttention(torch.autograd.Function):
     """Saves the inputs only: the states between chunks are cheaper to make again than to keep."""
 
     @staticmethod
+    @compiled_together
     def forward(
         ctx: Any,
         q: Tensor,
@@ -85,6 +87,7 @@ class _DecayAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @compiled_together
     def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, g, w, initial, skip = ctx.saved_tensors
         table, scale, value_major = ctx.table, ctx.scale, ctx.value_major

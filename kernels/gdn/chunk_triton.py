@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from hybridize.kernels.common import SMALLEST_LOG_DECAY, start_state
 from hybridize.kernels.decay.forward_triton import precision
-from hybridize.kernels.engine import launch, product_tile
+from hybridize.kernels.engine import compiled_together, launch, product_tile
 from hybridize.kernels.gdn import triton_backward, triton_forward
 from hybridize.kernels.varlen import ChunkTable, chunk_table
 
@@ -109,6 +109,7 @@ def scan(
 
 class _GatedDelta(torch.autograd.Function):
     @staticmethod
+    @compiled_together
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None,
         scale: float, table: ChunkTable, keep: bool,
@@ -126,6 +127,7 @@ class _GatedDelta(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @compiled_together
     def backward(ctx: Any, d_o: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, beta, initial, inverses = ctx.saved_tensors
         p = plan(q, k, v, ctx.table)

@@ -11,7 +11,7 @@ from triton import language as tl
 from hybridize.kernels.common import SMALLEST_LOG_DECAY, group_size
 from hybridize.kernels.decay.forward_triton import precision, prepare_gates, scan, state_dtype
 from hybridize.kernels.decay.scan_triton import chunk_states
-from hybridize.kernels.engine import interpreted, launch, product_tile
+from hybridize.kernels.engine import compiled_together, interpreted, launch, product_tile
 from hybridize.kernels.gka.inputs import EPS, chebyshev_weights
 from hybridize.kernels.gka.triton_backward import (
     gate_gradient_kernel,
@@ -91,6 +91,7 @@ class _Mix(torch.autograd.Function):
     """q + alpha (x - q) for unit q, and the last Gram state; the states between chunks are made again by backward."""
 
     @staticmethod
+    @compiled_together
     def forward(
         ctx: Any,
         q: Tensor,
@@ -120,6 +121,7 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @compiled_together
     def backward(ctx: Any, d_out: Tensor | None, _: None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, g, w, alpha, initial, x, inverse, sizes = ctx.saved_tensors
         table, ridge = ctx.settings["table"], ctx.settings["ridge"]

@@ -111,7 +111,7 @@ def test_decode_offsets_beyond_2_31(name):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("shift", [0, 1])  # of the state in memory, by which it is aligned or not
 def test_decode_of_many_rows(dim, shift):
-    """As many rows as make GKA's programs begin in turns give the same bits as a few rows do."""
+    """As many rows as make GKA begin in turns give what a few do; bit for bit where both are aligned alike."""
     rows, count = 48, 48 * 32 * dim * dim
     inputs = bf16_inputs("gka", rows, 1, dim=dim)
     keys = torch.randn(rows, 32, 2 * dim, dim, device="cuda")
@@ -125,5 +125,7 @@ def test_decode_of_many_rows(dim, shift):
     exact = call(OPS["gka"].naive, {n: x.double().cpu() for n, x in few.items()}, [x.double().cpu() for x in start])
     alone = call(OPS["gka"].recurrent, few, start, inplace=True)
     found = call(OPS["gka"].recurrent, inputs, state, inplace=True)
-    assert all(torch.equal(a[some], b) for a, b in zip(found, alone, strict=True))
-    assert_close([x.float().cpu() for x in alone], exact, 2e-2)
+    if not shift:
+        assert all(torch.equal(a[some], b) for a, b in zip(found, alone, strict=True))
+    for outputs in (alone, [x[some] for x in found]):
+        assert_close([x.float().cpu() for x in outputs], exact, 2e-2)

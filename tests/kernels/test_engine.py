@@ -98,3 +98,40 @@ def test_launch_takes_what_fits(monkeypatch):
     kernel, limit = Kernel(), 8
     with pytest.raises(RuntimeError, match=r"does not fit on a small GPU .* set HYBRIDIZE_ENGINE=torch"):
         engine.launch(kernel, lambda meta: (1,), configs, torch.ones(1))
+
+
+def test_new_kinds_of_arguments_are_compiled_for_at_once(monkeypatch):
+    pytest.importorskip("triton", reason="Triton is not installed on this platform")
+    from types import SimpleNamespace
+
+    done = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, num_warps: done.append("run")
+
+        def warmup(self, *args, grid, num_warps):
+            done.append("compile")
+
+    monkeypatch.setattr(engine, "interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    kernels = Kernel(), Kernel()
+
+    @engine.compiled_together
+    def both(context, x, iters):
+        for kernel in kernels:
+            engine.launch(kernel, lambda meta: (1,), [{"num_warps": 4}], x)
+        return iters
+
+    def called_with(saved, x, iters):
+        done.clear()
+        assert both(SimpleNamespace(saved_tensors=(saved,)), x, iters) == iters
+        return done.copy()
+
+    x, all_new = torch.ones(1, 5, 3), ["compile", "compile", "run", "run"]
+    assert called_with(None, x, 30) == all_new
+    assert called_with(None, torch.ones(2, 7, 3), 30) == ["run", "run"]
+    assert called_with(None, x.half(), 30) == all_new
+    assert called_with(x, x, 30) == all_new
+    assert called_with(x, x, 10) == all_new
+    assert called_with(x, x, 10) == ["run", "run"]

@@ -152,10 +152,10 @@ def _in_blocks(
     batch, heads, tokens, dim = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
-    size = min(max(window, _SMALLEST_BLOCK), _LARGEST_BLOCK)
+    reach = min(window, own_window)
+    size = min(max(reach, _SMALLEST_BLOCK), _LARGEST_BLOCK)
     sink = _sink_positions(mask, min(sinks, tokens), query.device)
     sink_key, sink_value = (_take(x, sink) for x in (key, value))
-    reach = min(window, own_window)
     outputs = []
     for start in range(0, tokens, size):
         stop = min(start + size, tokens)

@@ -12,19 +12,17 @@ from typing import Any
 
 import torch
 
-from hybridize.builtin import REPOSITORY, open_builtin
-from hybridize.console import Console
+from hybridize.builtin import BUILTIN, model_name
 from hybridize.errors import CheckpointError, UsageError, WorkspaceError
 from hybridize.hybrid.plan import LayerPlan, check_kind
 from hybridize.mixers import MIXERS
 from hybridize.mixers.base import geometry
 from hybridize.priming.align import AlignOptions
 from hybridize.priming.transfer import StartOptions
-from hybridize.sources import Source, open_source
+from hybridize.sources import Source
 from hybridize.workspace import Workspace
 
 STAGES = ("init", "align")
-BUILTIN = "builtin"
 RUN_FILE = "run.json"
 _MAY_BE_ZERO = {"num_iters", "sinks"}
 
@@ -61,13 +59,6 @@ class PrimeOptions:
             return PrimeOptions(**raw)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}); start the run again without --resume.") from None
-
-
-def open_model(model: str | os.PathLike[str] | None, revision: str | None, console: Console) -> Source:
-    """The source model that a name stands for; without one, the built-in model."""
-    if model is None or model == BUILTIN:
-        return open_builtin(console.note)
-    return open_source(model, revision)
 
 
 def choose_layers(
@@ -124,7 +115,7 @@ def make_options(
     if "align" in stages and tokens < batch_size * context:
         raise UsageError(f"--tokens {tokens} is less than one step of {batch_size} rows of {context} tokens.")
     return PrimeOptions(
-        model=BUILTIN if source.name.startswith(f"{REPOSITORY} (") else source.repository or _absolute(source.name),
+        model=model_name(source),
         pattern=str(plan),
         spaced=spaced,
         stages=tuple(stages),

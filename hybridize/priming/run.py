@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from hybridize.builtin import builtin_text
+from hybridize.builtin import BUILTIN, builtin_text, open_model
 from hybridize.console import Console
 from hybridize.devices import pick_device
 from hybridize.errors import CheckpointError, Interrupted
@@ -29,9 +29,7 @@ from hybridize.hybrid.model import convert, mixers
 from hybridize.hybrid.plan import LayerPlan
 from hybridize.priming.accounting import Accounting, account
 from hybridize.priming.align import Aligner, AlignOptions, DivergedError
-from hybridize.priming.data import TextSplit, prepare, read_documents
 from hybridize.priming.options import (
-    BUILTIN,
     RUN_FILE,
     STAGES,
     PrimeOptions,
@@ -41,13 +39,13 @@ from hybridize.priming.options import (
     describe,
     last_run,
     make_options,
-    open_model,
     output_dtype,
     short_name,
 )
 from hybridize.priming.transfer import StartOptions, fit_start
 from hybridize.sources import Source
 from hybridize.tasks.perplexity import mean_loss
+from hybridize.tasks.text import TextSplit, prepare, read_documents
 from hybridize.workspace import Workspace, atomic_folder, check_disk_space, refuse_existing, write_json, write_text
 
 _CHECKPOINT, _LOG = "checkpoint.pt", "log.jsonl"
@@ -93,10 +91,10 @@ def prime(
     if resume:
         folder, options = last_run(place, model)
         console.note(f"Resuming {folder} ({options.model}, {options.pattern}).")
-        source = open_model(options.model, options.revision, console)
+        source = open_model(options.model, options.revision, console.note)
         plan = LayerPlan.from_pattern(options.pattern)
     else:
-        source = open_model(model, revision, console)
+        source = open_model(model, revision, console.note, place)
         check_config(source.config)
         plan, spaced = choose_layers(source.config.num_hidden_layers, ratio, layers, pattern, layer)
         options = make_options(
@@ -186,7 +184,9 @@ class _Run:
         else:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(self.folder / RUN_FILE, {"options": asdict(options)})
-            self.workspace.record("prime-run", self.folder, source=self.source.name)
+            self.workspace.record(
+                "prime-run", self.folder, source=self.source.name, model=options.model, revision=options.revision
+            )
             losses["source"] = self._measure(teacher, rows.held_out, "Held-out loss of the source")
             losses["converted"] = self._measure(hybrid, rows.held_out, "Held-out loss after conversion")
             if "init" in options.stages:

@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+SCORED_PER_ROW = 256  # of text; the output head then costs little beside the layers
+
 
 @dataclass(frozen=True)
 class Scored:
@@ -33,11 +35,10 @@ class Answered(Protocol):
     def answer(self) -> tuple[int, int]: ...
 
 
-def score_text(rows: Tensor, group: str, batch_tokens: int, per_row: int = 512) -> list[Scored]:
+def score_text(rows: Tensor, group: str, batch_tokens: int, per_row: int = SCORED_PER_ROW) -> list[Scored]:
     """Batches of at most `batch_tokens` tokens (one row at least) from rows [N, T] of text.
 
-    Scored are the later half of each row, where a window hides most; at most `per_row` tokens of it, evenly strided,
-    so that the output head costs little however long the rows are.
+    Scored are the later half of each row, where a window hides most; at most `per_row` tokens of it, evenly strided.
     """
     length = rows.shape[1]
     first = max(1, length // 2)

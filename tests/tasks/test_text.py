@@ -7,7 +7,7 @@ import torch
 from priming_case import save_text
 
 from hybridize.errors import DataError
-from hybridize.priming.data import hold_out, prepare, read_documents, token_rows
+from hybridize.tasks.text import hold_out, prepare, read_documents, token_rows
 
 
 class Letters:

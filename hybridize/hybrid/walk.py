@@ -18,6 +18,15 @@ def first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
+def entry_device(model: Any) -> torch.device:
+    """Where token ids must be for a forward of the model, also when its weights are offloaded."""
+    embedding = model.get_input_embeddings()
+    if embedding.weight.is_meta:  # accelerate brings the weight in from outside
+        return torch.device(embedding._hf_hook.execution_device)
+    device: torch.device = embedding.weight.device
+    return device
+
+
 Arguments = list[dict[str, Any]]  # each layer's keyword arguments
 
 

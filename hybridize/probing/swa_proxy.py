@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridize.errors import ConversionError, NonFiniteError
-from hybridize.hybrid.walk import Arguments, capture_forward, entering_stream, first
+from hybridize.hybrid.walk import Arguments, capture_forward, entering_stream, entry_device, first
 from hybridize.probing.windowed import SINKS, windowed, without_masks
 from hybridize.tasks.perplexity import head_logits
 from hybridize.tasks.scored import Scored
@@ -81,15 +81,14 @@ class Sweep:
                     streams[index] = self._layer(number, layer, streams[index].to(batch.ids.device)).to(store)
 
     def _base(self, scored: Scored, check: Callable[[], None]) -> _Batch:
-        device = self.model.get_input_embeddings().weight.device
         row, column = scored.targets.nonzero(as_tuple=True)
-        ids, wanted = scored.ids.to(device), scored.ids[row, column]
+        ids, wanted = scored.ids.to(entry_device(self.model)), scored.ids[row, column]
         hidden, arguments = capture_forward(self.body, ids)
         check()
         self.arguments.setdefault(ids.shape[1], arguments)
         self.advance(ids.numel() * len(self.layers))
         base = _pick(hidden, row, column - 1)
-        return _Batch(ids, scored.group, row, column - 1, wanted.to(base.device), base)
+        return _Batch(ids, scored.group, row, column - 1, wanted, base)
 
     def _store(self) -> torch.device:
         """Where the hidden states between layers are kept: where they arise if that leaves it half of its room."""
@@ -201,8 +200,8 @@ def _compare(model: Any, batch: _Batch, ends: dict[str, Tensor]) -> dict[str, Te
     found: dict[str, list[Tensor]] = {name: [] for name in ends}
     for start in range(0, len(batch.wanted), size):
         rows = slice(start, start + size)
-        wanted = batch.wanted[rows]
         base = head_logits(model, batch.base[rows]).log_softmax(-1)
+        wanted = batch.wanted[rows].to(base.device)
         weights = base.exp()
         for name, end in ends.items():
             changed = head_logits(model, end[rows]).log_softmax(-1)

@@ -197,3 +197,17 @@ def test_text_is_scored_in_its_later_half_evenly() -> None:
     assert len(all_of_it) == 5
     assert all_of_it[0].targets.nonzero()[:, 1].tolist() == list(range(50, 100))
     assert rows.max() < VOCAB
+
+
+def test_weights_may_stay_outside_of_the_device() -> None:
+    """accelerate keeps them elsewhere and brings each in for its own forward, as a device_map with a CPU does."""
+    from accelerate import cpu_offload
+
+    model, batches = source("llama", LAYERS), batches_of()
+    plain = Sweep(model, batches)
+    want = dict(plain.run(windows(model, [4])))
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert all(p.is_meta for p in model.model.layers[0].parameters())
+    offloaded = Sweep(model, batches)
+    assert offloaded.base == plain.base
+    assert dict(offloaded.run(windows(model, [4]))) == want

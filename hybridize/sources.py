@@ -74,7 +74,7 @@ class Source:
             return self._from_pretrained(number).to(target).eval()  # type: ignore[arg-type]
         if importlib.util.find_spec("accelerate") is None:
             raise SourceError(f"{self.name} does not fit on one GPU; to spread it, pip install accelerate.")
-        everything: dict[int | str, int] = {**room, "cpu": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
+        everything: dict[Any, int] = {**room, "cpu": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
         return self._from_pretrained(number, device_map="auto", max_memory=everything).eval()
 
     def fetch(self) -> None:

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from hybridize.builtin import BUILTIN, builtin_text, open_model
+from hybridize.builtin import BUILTIN, builtin_text, model_name, open_model
 from hybridize.console import Console
 from hybridize.devices import pick_device
 from hybridize.errors import CheckpointError, Interrupted
@@ -31,6 +31,7 @@ from hybridize.priming.accounting import Accounting, account
 from hybridize.priming.align import Aligner, AlignOptions, DivergedError
 from hybridize.priming.options import (
     RUN_FILE,
+    SPACED,
     STAGES,
     PrimeOptions,
     check_place,
@@ -58,7 +59,7 @@ def prime(
     ratio: float | None = None,
     layers: Sequence[int] | None = None,
     pattern: str | None = None,
-    layer: str = "gka",
+    layer: str | None = None,
     stages: Sequence[str] = STAGES,
     tokens: int = 1_000_000,
     data: str | os.PathLike[str] = BUILTIN,
@@ -81,9 +82,10 @@ def prime(
 ) -> dict[str, Any]:
     """Convert a source model, align its mixers, and write the hybrid; returns the report that is also written.
 
-    Which layers: `ratio` (evenly spaced; 0.5 when nothing is said), or `layers`, or a whole `pattern`. `tokens` is the
-    budget of stage align, `context` the tokens per row. Other keywords are mixer settings such as num_iters. Raises
-    HybridizeError children; an interrupted run continues with resume=True to the same numbers.
+    Which layers: `ratio` of them, as the workspace's last probe of this model selects them, or else evenly spaced (0.5
+    when nothing is said); or `layers`; or a whole `pattern`. `layer` is what they become: gka, unless the probe says.
+    `tokens` is the budget of stage align, `context` the tokens per row. Other keywords are mixer settings such as
+    num_iters. Raises HybridizeError children; an interrupted run continues with resume=True to the same numbers.
     """
     console = console or Console(quiet=True)
     place = Workspace(Path(workspace) if workspace else None)
@@ -96,11 +98,13 @@ def prime(
     else:
         source = open_model(model, revision, console.note, place)
         check_config(source.config)
-        plan, spaced = choose_layers(source.config.num_hidden_layers, ratio, layers, pattern, layer)
+        last = place.last("probe", model=model_name(source))
+        report = Path(last["value"]) if last else None
+        plan, chosen = choose_layers(source.config.num_hidden_layers, ratio, layers, pattern, layer, report)
         options = make_options(
             source,
             plan,
-            spaced,
+            chosen,
             stages,
             tokens,
             data,
@@ -124,8 +128,10 @@ def prime(
             settings=mixer_settings,
             revision=source.revision if source.repository else None,
         )
-    if options.spaced:
-        console.note("No probe was made: the layers to convert are evenly spaced.")
+    if options.chosen == SPACED:
+        console.note("No probe of this model was made here: the layers to convert are evenly spaced.")
+    else:
+        console.note(f"Layers to convert, {options.chosen}: {', '.join(map(str, plan.layers))}.")
     solves = "init" in options.stages and options.start.solve
     number = output_dtype(source, options.dtype)
     check_settings(plan, options.settings)

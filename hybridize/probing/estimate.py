@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from hybridize.console import size
+from hybridize.console import Console, duration, size
 from hybridize.mixers.base import geometry
 from hybridize.probing.options import ProbeOptions
 from hybridize.probing.swa_proxy import LOGITS
 from hybridize.tasks.scored import SCORED_PER_ROW
 
 DEPTHS = 5  # of retrieval items
-_EFFICIENCY = 0.5  # of a forward pass beside one large product of matrices
+_EFFICIENCY = {"cpu": 0.9}  # of a forward pass beside one large product of matrices; elsewhere a half
 _ROOM = 0.95  # of the free memory that may be filled
 
 
@@ -80,13 +80,35 @@ def need(config: Any, options: ProbeOptions, tasks: int, dtype: torch.dtype, dev
 
 def _speed(device: torch.device, dtype: torch.dtype) -> float:
     """Operations per second of a forward pass here, from one large product of matrices."""
-    size = 512 if device.type == "cpu" else 8192
-    a = torch.ones(size, size, device=device, dtype=dtype)
-    for _ in range(2):  # the first one warms up
+    side = 1024 if device.type == "cpu" else 8192
+    a = torch.ones(side, side, device=device, dtype=dtype)
+    times = []
+    for _ in range(4):  # the first one warms up
         start = time.perf_counter()
         (a @ a)[0, 0].item()
-        seconds = time.perf_counter() - start
-    return _EFFICIENCY * 2 * size**3 / seconds
+        times.append(time.perf_counter() - start)
+    return _EFFICIENCY.get(device.type, 0.5) * 2 * side**3 / min(times)
+
+
+def show_plan(console: Console, plan: dict[str, Any]) -> None:
+    """What a probe will do and take, for a person."""
+    console.report(
+        {
+            "model": plan["model"],
+            "methods": plan["methods"],
+            "windows": plan["windows"],
+            "sinks": plan["sinks"],
+            "text": f"{plan['sequences']} rows of {plan['context']:,} tokens ({plan['data']})",
+            "tokens": plan["tokens"],
+            "forward passes of these": plan["forward_passes"],
+            "time, about": duration(plan["seconds"]),
+            "weights": size(plan["weight_bytes"]),
+            "memory to work in, about": size(plan["work_bytes"]),
+            "hidden states kept": size(plan["stream_bytes"]),
+            "the model would be": plan["placement"],
+        },
+        "Dry run: nothing is loaded or written.",
+    )
 
 
 def room(device: torch.device, needed: Need) -> dict[int, int] | None:

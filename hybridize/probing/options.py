@@ -13,6 +13,7 @@ from hybridize.builtin import BUILTIN, model_name
 from hybridize.errors import CheckpointError, UsageError
 from hybridize.hybrid.plan import LayerPlan, check_kind
 from hybridize.mixers.base import geometry
+from hybridize.probing.named import NamedScore
 from hybridize.probing.windowed import SINKS
 from hybridize.sources import Source
 
@@ -38,7 +39,7 @@ class ProbeOptions:
     items: int
     data: str
     ratio: float
-    by: str | None
+    by: str
     layer: str
     seed: int
     dtype: str | None
@@ -108,12 +109,14 @@ def make_options(
         raise UsageError(f"--window {','.join(map(str, windows))}: give different sizes of at least 1 token.")
     if min(windows) >= context:
         raise UsageError(f"--window {min(windows)} hides nothing of a context of {context} tokens; give a smaller one.")
+    methods = tuple(method for method in METHODS if method in methods)
+    NamedScore.parse(by or methods[0], windows, methods)
     check_kind(layer)
     LayerPlan.evenly_spaced(config.num_hidden_layers, ratio, layer)  # checks the ratio
     return ProbeOptions(
         model=name,
         revision=revision,
-        methods=tuple(method for method in METHODS if method in methods),
+        methods=methods,
         windows=tuple(windows),
         sinks=sinks,
         context=context,
@@ -121,7 +124,7 @@ def make_options(
         items=items,
         data=BUILTIN if data == BUILTIN else str(Path(data).expanduser().absolute()),
         ratio=ratio,
-        by=by,
+        by=by or methods[0],
         layer=layer,
         seed=seed,
         dtype=dtype,

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from hybrid_cases import VOCAB, source, tokens
+from hybrid_cases import source, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -183,20 +183,6 @@ def test_refuses_attention_that_it_cannot_reach() -> None:
     attention.forward = lambda hidden_states, **kwargs: (attention.o_proj(hidden_states), None)
     with pytest.raises(ConversionError, match="attention of layer 1 computes its scores in a way of its own"):
         list(Sweep(model, batches_of()).run(windows(model, [4])))
-
-
-def test_text_is_scored_in_its_later_half_evenly() -> None:
-    rows = tokens(5, 100)
-    batches = score_text(rows, "code", batch_tokens=250, per_row=10)
-    assert [len(b.ids) for b in batches] == [2, 2, 1]
-    assert torch.equal(torch.cat([b.ids for b in batches]), rows)
-    for batch in batches:
-        for targets in batch.targets:
-            assert targets.nonzero()[:, 0].tolist() == [54, 59, 64, 69, 74, 79, 84, 89, 94, 99]
-    all_of_it = score_text(rows, "code", batch_tokens=1)
-    assert len(all_of_it) == 5
-    assert all_of_it[0].targets.nonzero()[:, 1].tolist() == list(range(50, 100))
-    assert rows.max() < VOCAB
 
 
 def test_weights_may_stay_outside_of_the_device() -> None:

@@ -16,6 +16,7 @@ from hybridize.tasks.scored import SCORED_PER_ROW
 
 DEPTHS = 5  # of retrieval items
 _EFFICIENCY = {"cpu": 0.9}  # of a forward pass beside one large product of matrices; elsewhere a half
+_SLACK = 1.25  # for what an allocator keeps between uses
 _ROOM = 0.95  # of the free memory that may be filled
 
 
@@ -62,10 +63,11 @@ def need(config: Any, options: ProbeOptions, tasks: int, dtype: torch.dtype, dev
     text = options.sequences * options.context if {"swa", "hankel"} & set(options.methods) else 0
     answers = tasks * DEPTHS * options.items * sum(options.lengths) if "retrieval" in options.methods else 0
     at_once = min(batch_tokens(device, options.context), max(text, answers))
-    # Per token: the MLP's three activations, the residual stream and its norms in fp32, and q, k, v twice (rotary).
-    wide = max(config.intermediate_size, heads * dim)
-    per_token = dtype.itemsize * (3 * wide + 4 * hidden + 4 * (heads + kv_heads) * dim) + 8 * hidden
-    work = at_once * per_token + 5 * 4 * min(LOGITS, at_once * config.vocab_size)
+    # What takes most: the MLP's three activations, q, k, v three times (rotary makes copies), or the norms in fp32, each
+    # beside the residual stream, its norm and the layer's output; or the logits of one chunk in fp32, six times.
+    widest = max(3 * config.intermediate_size, 3 * (heads + 2 * kv_heads) * dim, 8 * hidden // dtype.itemsize)
+    layer = at_once * dtype.itemsize * (3 * hidden + widest)
+    work = int(_SLACK * max(layer, 6 * 4 * min(LOGITS, at_once * config.vocab_size)))
     tokens = text + answers
     swept = len(options.windows) * (layers + 1) / 2 if {"swa", "retrieval"} & set(options.methods) else 0
     passes = 2 + swept
@@ -75,7 +77,7 @@ def need(config: Any, options: ProbeOptions, tasks: int, dtype: torch.dtype, dev
     flops = passes * tokens * (2 * body + attention) + layers * (1 + len(options.windows)) * scored * (
         2 * hidden * config.vocab_size
     )
-    return Need(weights, int(work), tokens * hidden * dtype.itemsize, tokens, passes, flops / _speed(device, dtype))
+    return Need(weights, work, tokens * hidden * dtype.itemsize, tokens, passes, flops / _speed(device, dtype))
 
 
 def _speed(device: torch.device, dtype: torch.dtype) -> float:

@@ -63,7 +63,7 @@ def need(config: Any, options: ProbeOptions, tasks: int, dtype: torch.dtype, dev
     text = options.sequences * options.context if {"swa", "hankel"} & set(options.methods) else 0
     answers = tasks * DEPTHS * options.items * sum(options.lengths) if "retrieval" in options.methods else 0
     at_once = min(batch_tokens(device, options.context), max(text, answers))
-    # What takes most: the MLP's three activations, q, k, v three times (rotary makes copies), or the norms in fp32, each
+    # What takes most: the MLP's three activations, q, k, v three times (rotary makes copies), or the norms in fp32,
     # beside the residual stream, its norm and the layer's output; or the logits of one chunk in fp32, six times.
     widest = max(3 * config.intermediate_size, 3 * (heads + 2 * kv_heads) * dim, 8 * hidden // dtype.itemsize)
     layer = at_once * dtype.itemsize * (3 * hidden + widest)

@@ -18,8 +18,9 @@ CONFIGS = {
     "prepare": ((64, 4, 1),),
     "scan": ((64, 4, 3), (64, 4, 2), (32, 4, 2), (16, 4, 1)),
     "read_out": ((64, 4, 2), (32, 4, 1)),
-    "query_gradients": ((64, 8, 1), (32, 8, 1)),
-    "scan_back": ((64, 4, 3), (64, 4, 2), (32, 4, 2), (16, 4, 1)),
+    "local_gradients": ((64, 4, 1), (32, 4, 1)),
+    "scan_both_ways": ((64, 4, 3), (64, 4, 2), (32, 4, 2), (16, 4, 1)),
+    "query_gradients": ((64, 4, 1), (32, 4, 1)),
     "system_gradients": ((64, 4, 1), (32, 4, 1)),
     "key_gradients": ((64, 4, 1), (32, 4, 1)),
 }
@@ -27,8 +28,9 @@ WIDE = {
     "prepare": ((32, 8, 1),),
     "scan": ((16, 4, 2), (16, 4, 1)),
     "read_out": ((32, 8, 1),),
+    "local_gradients": ((32, 8, 1),),
+    "scan_both_ways": ((16, 4, 1),),
     "query_gradients": ((32, 8, 1),),
-    "scan_back": ((16, 4, 1),),
     "system_gradients": ((32, 8, 1),),
     "key_gradients": ((32, 8, 1),),
 }
@@ -60,12 +62,17 @@ class Plan(NamedTuple):
         sizes = (self.heads, self.key_heads)
         launch(kernel, lambda meta: (programs,), configs, *args, *tables, *sizes, **self.constants, **constants)
 
-    def launch_scan(self, kernel: Any, *args: Any) -> None:
-        """Run a kernel that has one program per sequence, head and block of value channels."""
+    def states(self, like: Tensor) -> Tensor:
+        """Return the states around each chunk [chunks+N,H,BV,BK], not initialised."""
+        width = self.constants["BV"], self.constants["BK"]
+        return like.new_empty(self.table.chunks + self.table.sequences, self.heads, *width)
+
+    def launch_scan(self, kernel: Any, ways: int, *args: Any) -> None:
+        """Run a kernel that has one program per sequence, head and block of value channels, and way through them."""
         table, states, width = self.table, self.table.sequences * self.heads, self.constants["BV"]
         configs = self.configs(*(WIDE if self.wide else CONFIGS)[kernel.fn.__name__])
         tables, sizes = (table.seq_start, table.chunk_start), (self.heads, self.key_heads)
-        grid = lambda meta: (states * (width // meta["TILE"]),)
+        grid = lambda meta: (ways * states * (width // meta["TILE"]),)
         launch(kernel, grid, configs, *args, *tables, *sizes, **self.constants)
 
 
@@ -94,9 +101,9 @@ def scan(
     p: Plan, k: Tensor, w: Tensor, u: Tensor, scalars: Tensor, initial: Tensor | None, corrected: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Fill corrected, which may be u, with V'; return the states around each chunk and the final ones."""
-    starts = k.new_empty(p.table.chunks + p.table.sequences, p.heads, p.constants["BV"], p.constants["BK"])
+    starts = p.states(k)
     final = scalars.new_empty(p.table.sequences, p.heads, p.constants["DK"], p.constants["DV"])
-    p.launch_scan(triton_forward.scan, k, w, u, scalars, initial, starts, corrected, final)
+    p.launch_scan(triton_forward.scan, 1, k, w, u, scalars, initial, starts, corrected, final)
     return starts, final
 
 
@@ -125,18 +132,18 @@ class _GatedDelta(torch.autograd.Function):
         bk, bv = p.constants["BK"], p.constants["BV"]
         d_o, d_final = d_o.contiguous(), d_final.contiguous()
         w, u, scalars = prepare(p, k, v, g, beta, inverses, solve=False)
-        corrected = torch.empty_like(u)
-        starts, _ = scan(p, k, w, u, scalars, initial, corrected)
+        d_local, reads = torch.empty_like(u), p.scratch(q, CHUNK, bk)
+        p.launch(triton_backward.local_gradients, q, k, d_o, scalars, d_local, reads, ctx.scale)
+
+        starts, corrected, d_corrected = p.states(k), torch.empty_like(u), torch.empty_like(u)
+        d_after, d_initial = p.scratch(q, bv, bk), None if initial is None else torch.empty_like(initial)
+        forwards = (k, w, u, scalars, initial, starts, corrected)
+        backwards = (d_o, reads, d_local, d_final, d_after, d_corrected, d_initial)
+        p.launch_scan(triton_backward.scan_both_ways, 2, *forwards, *backwards, p.table.sequences * p.heads)
 
         d_q, d_gate, d_scores = torch.empty_like(q), p.scratch(g, CHUNK), p.scratch(q, CHUNK, CHUNK)
-        d_local, reads = torch.empty_like(u), p.scratch(q, CHUNK, bk)
         inputs = (q, k, d_o, scalars, starts, corrected)
-        p.launch(triton_backward.query_gradients, *inputs, d_q, d_gate, d_scores, d_local, reads, ctx.scale)
-
-        d_after, d_corrected = p.scratch(q, bv, bk), torch.empty_like(u)
-        d_initial = None if initial is None else torch.empty_like(initial)
-        inputs = (k, d_o, w, reads, scalars, d_local)
-        p.launch_scan(triton_backward.scan_back, *inputs, d_final, d_after, d_corrected, d_initial)
+        p.launch(triton_backward.query_gradients, *inputs, d_q, d_gate, d_scores, ctx.scale)
 
         # These two are per query head; the heads that share a key head are summed at the end.
         d_k, d_v = k.new_empty(*q.shape), v.new_empty(*q.shape[:3], v.shape[3])

@@ -15,51 +15,65 @@ from hybridize.kernels.gdn.triton_forward import (
     load_rows,
     load_tile,
     locate,
+    scan_states,
     store_rows,
     store_tile,
 )
 
 
 @triton.jit
-def query_gradients(
-    q, k, d_o, scalars, starts, corrected, d_q, d_gate, d_scores, d_local, reads, scale,
-    seq_start, chunk_start, chunk_seq, H, HK,
+def local_gradients(
+    q, k, d_o, scalars, d_local, reads, scale, seq_start, chunk_start, chunk_seq, H, HK,
     PRECISION: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Per chunk and head: d_q, and what follows from d_o for the rest.
+    """Per chunk and head, what the reverse pass needs: scale e^G q, and the chunk's own part of d_V' [BV,C]."""
+    pid = tl.program_id(0).to(tl.int64)
+    c, h = pid // H, pid % H
+    _, first, left = locate(c, seq_start, chunk_start, chunk_seq, C)
+    own = scalars + pid * (4 * C) + tl.arange(0, C)
+    hi, lo, norm = tl.load(own), tl.load(own + C), tl.load(own + 3 * C)
+    queries = load_rows(q, first, left, H, h, DK, BK, C)
+    keys = load_rows(k, first, left, HK, h // (H // HK), DK, BK, C)
+    weight = inverse_norm(queries) * scale
+    store_tile(reads, queries.to(tl.float32) * (weight * tl.exp(hi))[:, None], pid, C, BK)
+    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    scores = (scores * weight[:, None] * norm[None, :] * decay_matrix(hi, lo, C)).to(queries.dtype)
+    for block in range(0, BV // TILE):
+        given = load_rows(d_o, first, left, H, h, DV, TILE, C, block * TILE)
+        part = tl.dot(tl.trans(given), scores, input_precision=PRECISION)
+        store_tile(d_local, part, pid * (BV // TILE) + block, TILE, C)
 
-    That is d_scores = tril(d_o V'^T) E scale / |q|, the part of d_V' from the chunk's own output [BV,C], scale e^G q,
-    and d_gate = q.d_q [chunks,H,C].
-    """
+
+@triton.jit
+def query_gradients(
+    q, k, d_o, scalars, starts, corrected, d_q, d_gate, d_scores, scale, seq_start, chunk_start, chunk_seq, H, HK,
+    PRECISION: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Per chunk and head: d_q, d_gate = q.d_q [chunks,H,C], and d_scores = tril(d_o V'^T) E scale / |q|."""
     pid = tl.program_id(0).to(tl.int64)
     c, h = pid // H, pid % H
     n, first, left = locate(c, seq_start, chunk_start, chunk_seq, C)
     i = tl.arange(0, C)
     own = scalars + pid * (4 * C) + i
-    hi, lo, norm = tl.load(own), tl.load(own + C), tl.load(own + 3 * C)
-    queries = load_rows(q, first, left, H, h, DK, BK, C)
-    keys = load_rows(k, first, left, HK, h // (H // HK), DK, BK, C)
-    query_norm = inverse_norm(queries)
-    weight = scale * tl.exp(hi)
-    store_tile(reads, queries.to(tl.float32) * (weight * query_norm)[:, None], pid, C, BK)
-    decay = decay_matrix(hi, lo, C) * scale
-    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-    scores = (scores * query_norm[:, None] * norm[None, :] * decay).to(queries.dtype)
     d_products = tl.zeros([C, C], tl.float32)
     d_query = tl.zeros([C, BK], tl.float32)
     for block in range(0, BV // TILE):
         tile = pid * (BV // TILE) + block
         state_tile = (pid + n * H) * (BV // TILE) + block
         given = load_rows(d_o, first, left, H, h, DV, TILE, C, block * TILE)
-        store_tile(d_local, tl.dot(tl.trans(given), scores, input_precision=PRECISION), tile, TILE, C)
         d_products = tl.dot(given, load_tile(corrected, tile, TILE, C), d_products, input_precision=PRECISION)
         d_query = tl.dot(given, load_tile(starts, state_tile, TILE, BK), d_query, input_precision=PRECISION)
-    d_products *= decay
+    queries = load_rows(q, first, left, H, h, DK, BK, C)
+    query_norm = inverse_norm(queries)
+    hi, lo, norm = tl.load(own), tl.load(own + C), tl.load(own + 3 * C)
+    d_products *= decay_matrix(hi, lo, C) * scale
     store_tile(d_scores, d_products * query_norm[:, None], pid, C, C)
+    keys = load_rows(k, first, left, HK, h // (H // HK), DK, BK, C)
     d_products = (d_products * norm[None, :]).to(keys.dtype)
-    d_query = tl.dot(d_products, keys, d_query * weight[:, None], input_precision=PRECISION)
-    unit = load_rows(q, first, left, H, h, DK, BK, C).to(tl.float32) * query_norm[:, None]
+    d_query = tl.dot(d_products, keys, d_query * (scale * tl.exp(hi))[:, None], input_precision=PRECISION)
+    unit = queries.to(tl.float32) * query_norm[:, None]
     along = tl.sum(unit * d_query, 1)
     tl.store(d_gate + pid * C + i, along)
     store_rows(d_q, (d_query - unit * along[:, None]) * query_norm[:, None], first, left, H, h, DK, BK, C)
@@ -67,7 +81,7 @@ def query_gradients(
 
 @triton.jit
 def scan_back(
-    k, d_o, w, reads, scalars, d_local, d_final, d_after, d_corrected, d_initial, seq_start, chunk_start, H, HK,
+    pid, k, d_o, w, reads, scalars, d_local, d_final, d_after, d_corrected, d_initial, seq_start, chunk_start, H, HK,
     PRECISION: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
@@ -75,7 +89,6 @@ def scan_back(
 
     Then d_S = e^G_C d_S' + (scale e^G q)^T d_o - w^T d_V'. The gradient is held transposed, as the state is in scan.
     """
-    pid = tl.program_id(0).to(tl.int64)
     blocks = BV // TILE
     row, first_channel = pid // blocks, (pid % blocks).to(tl.int32) * TILE
     n, h = row // H, row % H
@@ -109,6 +122,32 @@ def scan_back(
         d_state = tl.dot((-d_new).to(writes.dtype), writes, d_state, input_precision=PRECISION)
     if d_initial is not None:
         tl.store(d_initial + in_state, d_state, mask=inside)
+
+
+@triton.jit
+def scan_both_ways(
+    k, w, u, scalars, initial, starts, corrected,
+    d_o, reads, d_local, d_final, d_after, d_corrected, d_initial,
+    rows, seq_start, chunk_start, H, HK,
+    PRECISION: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """The forward scan again, for its states, in half of the programs, and scan_back in the other half.
+
+    Neither needs what the other writes, and each alone leaves most of a GPU idle when there are few sequences.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    programs = rows * (BV // TILE)
+    if pid < programs:
+        scan_states(
+            pid, k, w, u, scalars, initial, starts, corrected, None, seq_start, chunk_start, H, HK,
+            PRECISION, DK, DV, BK, BV, C, TILE,
+        )  # fmt: skip
+    else:
+        scan_back(
+            pid - programs, k, d_o, w, reads, scalars, d_local, d_final, d_after, d_corrected, d_initial,
+            seq_start, chunk_start, H, HK, PRECISION, DK, DV, BK, BV, C, TILE,
+        )  # fmt: skip
 
 
 @triton.jit

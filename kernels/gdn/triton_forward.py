@@ -150,8 +150,8 @@ def prepare(
 
 
 @triton.jit
-def scan(
-    k, w, u, scalars, initial, starts, corrected, final, seq_start, chunk_start, H, HK,
+def scan_states(
+    pid, k, w, u, scalars, initial, starts, corrected, final, seq_start, chunk_start, H, HK,
     PRECISION: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
@@ -160,7 +160,6 @@ def scan(
     The state is held transposed in registers, so that both products take it or what was just made of it as their left
     operand, which needs no way through shared memory.
     """
-    pid = tl.program_id(0).to(tl.int64)
     blocks = BV // TILE
     row, first_channel = pid // blocks, (pid % blocks).to(tl.int32) * TILE
     n, h = row // H, row % H
@@ -196,7 +195,21 @@ def scan(
         state = tl.dot((new * kept[None, :]).to(keys.dtype), keys, state, input_precision=PRECISION)
     after = starts + ((start + chunks + n) * H + h) * (BV * BK)
     tl.store(after + in_starts, state.to(starts.dtype.element_ty))
-    tl.store(final + in_state, state, mask=inside)
+    if final is not None:
+        tl.store(final + in_state, state, mask=inside)
+
+
+@triton.jit
+def scan(
+    k, w, u, scalars, initial, starts, corrected, final, seq_start, chunk_start, H, HK,
+    PRECISION: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """scan_states as a kernel."""
+    scan_states(
+        tl.program_id(0).to(tl.int64), k, w, u, scalars, initial, starts, corrected, final, seq_start, chunk_start,
+        H, HK, PRECISION, DK, DV, BK, BV, C, TILE,
+    )  # fmt: skip
 
 
 @triton.jit

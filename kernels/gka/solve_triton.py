@@ -35,8 +35,8 @@ def _constants(q: Tensor, u: Tensor) -> dict[str, Any]:
         "BD": product_tile(dim),
         "FLOOR": SMALLEST_LOG_DECAY,
         "EPS": EPS,
-        "DTYPE": tl.float32 if q.dtype == torch.float32 else tl.float16,
-        "PRECISION": precision(q),
+        "DTYPE": tl.float32 if u.dtype == torch.float32 else tl.float16,
+        "PRECISION": precision(u),
     }
 
 

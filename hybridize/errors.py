@@ -44,6 +44,10 @@ class DataError(HybridizeError):
     """Text to train or to measure on is missing, unreadable, or too short."""
 
 
+class NonFiniteError(HybridizeError):
+    """A model's weights, activations or losses are not finite numbers."""
+
+
 class WorkspaceError(HybridizeError):
     """The workspace or an output folder cannot be read or written."""
 

@@ -57,17 +57,25 @@ class Source:
             return AutoTokenizer.from_pretrained(self.path, **extra)
 
     def load(
-        self, dtype: "str | torch.dtype | None" = None, device: "str | torch.device | None" = None
+        self,
+        dtype: "str | torch.dtype | None" = None,
+        device: "str | torch.device | None" = None,
+        room: dict[int, int] | None = None,
     ) -> "PreTrainedModel":
         """The model with its weights, in eval mode; SourceError when a tensor is missing or left over.
 
-        Without a dtype: float32 on a CPU, bfloat16 on an accelerator. Without a device: the fastest there is.
+        Without a dtype: float32 on a CPU, bfloat16 on an accelerator. Without a device: the fastest there is. With
+        `room`, bytes by GPU, the layers are spread over these GPUs, and those that do not fit stay in main memory.
         """
         target = pick_device(None if device is None else str(device))
         number = pick_dtype(dtype, target)
         self.fetch()
-        model = self._from_pretrained(number)
-        return model.to(target).eval()  # type: ignore[arg-type]
+        if room is None:
+            return self._from_pretrained(number).to(target).eval()  # type: ignore[arg-type]
+        if importlib.util.find_spec("accelerate") is None:
+            raise SourceError(f"{self.name} does not fit on one GPU; to spread it, pip install accelerate.")
+        everything: dict[Any, int] = {**room, "cpu": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
+        return self._from_pretrained(number, device_map="auto", max_memory=everything).eval()
 
     def fetch(self) -> None:
         """Download the weights if they are on the Hub, and check that they are whole."""
@@ -76,15 +84,14 @@ class Source:
         if not self.gguf:
             check_weights(self.path)
 
-    def _from_pretrained(self, dtype: "torch.dtype") -> "PreTrainedModel":
+    def _from_pretrained(self, dtype: "torch.dtype", **extra: Any) -> "PreTrainedModel":
         from transformers import AutoModelForCausalLM
 
-        extra: dict[str, Any] = {}
         if self.gguf:
             from transformers.utils.quantization_config import GgufConfig
 
             # Otherwise newer versions keep the blocks packed where they find a kernel for them.
-            extra = {"gguf_file": self.gguf, "quantization_config": GgufConfig(dequantize=True)}
+            extra |= {"gguf_file": self.gguf, "quantization_config": GgufConfig(dequantize=True)}
         with _explained(self.name, f"its weights cannot be loaded{_DAMAGED if self.gguf else ''}"):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 self.path, config=self.config, dtype=dtype, output_loading_info=True, **extra

@@ -64,11 +64,15 @@ class Workspace:
             raise _bad_index(path, "has an entry without a kind and a value")
         return entries
 
-    def last(self, *kinds: str) -> dict[str, Any] | None:
-        """The newest entry of one of these kinds (of any, without arguments) whose value is not a deleted path."""
+    def last(self, *kinds: str, **details: Any) -> dict[str, Any] | None:
+        """The newest entry of one of these kinds (of any, without arguments) whose value is not a deleted path.
+
+        With details, only entries that were recorded with the same ones.
+        """
         for entry in reversed(self.entries()):
             gone = os.path.isabs(entry["value"]) and not os.path.exists(entry["value"])
-            if (not kinds or entry["kind"] in kinds) and not gone:
+            fits = all(entry.get(name) == value for name, value in details.items())
+            if (not kinds or entry["kind"] in kinds) and fits and not gone:
                 return entry
         return None
 

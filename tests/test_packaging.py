@@ -134,7 +134,7 @@ sys.exit(f"failed: {failed}" if failed else 0)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_any_module_can_be_imported_first(python: Python) -> None:
     """Registration runs in the middle of whatever import loads the Auto classes; no half-imported module may matter."""
-    rooms = [REPOSITORY / "hybridize" / room for room in ("hybrid", "mixers", "priming", "tasks")]
+    rooms = [REPOSITORY / "hybridize" / room for room in ("hybrid", "mixers", "priming", "probing", "tasks")]
     paths = [path.relative_to(REPOSITORY).with_suffix("") for room in rooms for path in room.glob("*.py")]
     names = sorted({".".join(path.parts).removesuffix(".__init__") for path in paths})
     assert len(names) > 15

@@ -296,3 +296,14 @@ def test_devices_and_dtypes() -> None:
         pick_device("warp:9:9")
     with pytest.raises(UsageError, match="--device cpu"):
         pick_device("cuda:99")
+
+
+def test_a_model_can_be_spread_over_what_there_is(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source(llama_folder)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        whole, spread = source.load("float32", "cpu")(ids), source.load("float32", "cpu", room={})(ids)
+    assert torch.equal(whole.logits, spread.logits)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SourceError, match="does not fit on one GPU; to spread it, pip install accelerate"):
+        source.load("float32", "cpu", room={0: 1})

@@ -26,6 +26,9 @@ def test_last(tmp_path: Path) -> None:
     assert again.last("source")["value"] == "owner/name"  # type: ignore[index]
     last = again.last()
     assert last is not None and (last["kind"], last["value"], last["ratio"]) == ("hybrid", str(made), 0.5)
+    workspace.record("source", "other/name", revision="def")
+    assert again.last("source", revision="abc")["value"] == "owner/name"  # type: ignore[index]
+    assert again.last("source", "hybrid", revision="no") is None
     made.rmdir()
     assert again.last()["kind"] == "source"  # type: ignore[index]
     assert again.last("hybrid") is None

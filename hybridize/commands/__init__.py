@@ -16,6 +16,7 @@ class Command(NamedTuple):
 
 # In the order in which a person meets them. `hybridize --help` reads only this table.
 COMMANDS: dict[str, Command] = {
+    "probe": Command("hybridize.commands.probe", "Score attention layers, and select those that can fade."),
     "prime": Command("hybridize.commands.prime", "Convert a model's layers, align them, and write a hybrid."),
     "quickstart": Command("hybridize.commands.quickstart", "The whole path on a small built-in model, in minutes."),
 }

@@ -63,3 +63,14 @@ Output = Annotated[
 Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a repository on the Hub.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the last run of this kind where it stopped.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, and write nothing.")]
+Data = Annotated[str, typer.Option("--data", help="A text file, a JSONL file, a folder of them, or builtin.")]
+Layer = Annotated[str, typer.Option("--layer", help="What a layer becomes: gka, gdn, mamba2 or swa.")]
+Plot = Annotated[Path | None, typer.Option("--plot", dir_okay=False, help="Draw the result into this file.")]
+
+
+def given(ctx: typer.Context) -> list[str]:
+    """Options of the command line that only a new run reads."""
+    read_anyway = {"model", "resume", "dry_run", "device", "workspace", "json", "quiet", "plot"}
+    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
+    typed = [n for n, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    return ["--" + name.strip("_").replace("_", "-") for name in typed if name not in read_anyway]

@@ -18,14 +18,6 @@ def _numbers(text: str | None) -> list[int] | None:
         raise typer.BadParameter(f"{text!r} is no list of layers such as 1,3,5.") from None
 
 
-def _given(ctx: typer.Context) -> list[str]:
-    """Options of the command line that only a new run reads."""
-    read_anyway = {"model", "resume", "dry_run", "device", "workspace", "json", "quiet"}
-    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
-    typed = [n for n, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-    return ["--" + name.strip("_").replace("_", "-") for name in typed if name not in read_anyway]
-
-
 def command(
     ctx: typer.Context,
     model: options.Model = None,
@@ -34,12 +26,13 @@ def command(
     pattern: Annotated[
         str | None, typer.Option("--pattern", help="All layers, such as '*-GKA-*-GDN': *, GKA, GDN, M2, SWA.")
     ] = None,
-    layer: Annotated[str, typer.Option("--layer", help="What a layer becomes: gka, gdn, mamba2 or swa.")] = "gka",
+    layer: Annotated[
+        str | None,
+        typer.Option("--layer", help="What a layer becomes: gka, gdn, mamba2 or swa. Default: the probe's, or gka."),
+    ] = None,
     stages: Annotated[str, typer.Option("--stages", help="Which stages to run: init, align.")] = "init,align",
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to align on.")] = 1_000_000,
-    data: Annotated[
-        str, typer.Option("--data", help="A text file, a JSONL file, a folder of them, or builtin.")
-    ] = "builtin",
+    data: options.Data = "builtin",
     context: Annotated[int, typer.Option("--context", min=2, help="Tokens per row of text.")] = 1024,
     batch_size: Annotated[
         int | None, typer.Option("--batch-size", min=1, help="Rows per step. Default: 8192 tokens, on a CPU 2048.")
@@ -79,7 +72,8 @@ def command(
 ) -> None:
     """Turn a model into a hybrid: copy its weights, fit the new layers (init), and align them with the old (align).
 
-    Without MODEL the built-in one is used. Training is in float32; an interrupted run continues with --resume.
+    Without MODEL it is the one that the last run used, or else the built-in one; without --layers and --pattern, the
+    last probe of the model chooses the layers. Training is in float32; an interrupted run continues with --resume.
 
     \b
     Examples:
@@ -93,7 +87,7 @@ def command(
     from hybridize.priming.transfer import StartOptions
 
     console = Console(json=json, quiet=quiet)
-    if resume and (given := _given(ctx)):
+    if resume and (given := options.given(ctx)):
         console.note(f"A resumed run keeps the settings it began with; not read again: {', '.join(given)}.")
     settings: dict[str, Any] = dict(read_setting(text) for text in set_ or [])
     if taken := sorted(settings.keys() & signature(prime).parameters.keys()):

@@ -26,8 +26,9 @@ SEPARATE, FUSED, NORMS = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", 
 
 def check_config(config: Any) -> None:
     """SourceError unless models of this config belong to a family that can be converted."""
-    if config.model_type.startswith("hybridize_"):
-        raise SourceError(f"This model is already a hybrid ({config.model_type}); give the model it was made from.")
+    kind = type(config).model_type  # a config that was read from a file keeps the file's own word besides
+    if kind.startswith("hybridize_"):
+        raise SourceError(f"This model is already a hybrid ({kind}); give the model it was made from.")
     if config.model_type not in FAMILIES:
         raise SourceError(
             f"Models of type {config.model_type!r} cannot be converted; known are {', '.join(sorted(FAMILIES))}."

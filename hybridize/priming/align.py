@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hybridize.errors import HybridizeError
 from hybridize.hybrid.model import mixers
+from hybridize.hybrid.walk import first, token_weights
 from hybridize.mixers.base import Mixer
-from hybridize.priming.walk import first, token_weights
 
 
 @dataclass(frozen=True)

@@ -12,20 +12,19 @@ from typing import Any
 
 import torch
 
-from hybridize.builtin import REPOSITORY, open_builtin
-from hybridize.console import Console
+from hybridize.builtin import BUILTIN, model_name
 from hybridize.errors import CheckpointError, UsageError, WorkspaceError
 from hybridize.hybrid.plan import LayerPlan, check_kind
 from hybridize.mixers import MIXERS
 from hybridize.mixers.base import geometry
 from hybridize.priming.align import AlignOptions
 from hybridize.priming.transfer import StartOptions
-from hybridize.sources import Source, open_source
+from hybridize.sources import Source
 from hybridize.workspace import Workspace
 
 STAGES = ("init", "align")
-BUILTIN = "builtin"
 RUN_FILE = "run.json"
+SPACED = "evenly spaced"
 _MAY_BE_ZERO = {"num_iters", "sinks"}
 
 
@@ -35,7 +34,7 @@ class PrimeOptions:
 
     model: str
     pattern: str
-    spaced: bool
+    chosen: str
     stages: tuple[str, ...]
     tokens: int
     init_tokens: int
@@ -63,37 +62,56 @@ class PrimeOptions:
             raise CheckpointError(f"{path} cannot be read ({error}); start the run again without --resume.") from None
 
 
-def open_model(model: str | os.PathLike[str] | None, revision: str | None, console: Console) -> Source:
-    """The source model that a name stands for; without one, the built-in model."""
-    if model is None or model == BUILTIN:
-        return open_builtin(console.note)
-    return open_source(model, revision)
-
-
 def choose_layers(
-    count: int, ratio: float | None, layers: Sequence[int] | None, pattern: str | None, layer: str
-) -> tuple[LayerPlan, bool]:
-    """The plan, and whether its layers are evenly spaced for want of anything better."""
+    count: int,
+    ratio: float | None,
+    layers: Sequence[int] | None,
+    pattern: str | None,
+    layer: str | None,
+    probe: Path | None = None,
+) -> tuple[LayerPlan, str]:
+    """The plan, and in words where it is from; `probe` is the report of a probe of this model, if there is one.
+
+    Without layers or a pattern, the probe's selection is taken, for its own ratio and kind unless others are given.
+    """
     given = [name for name, value in (("ratio", ratio), ("layers", layers), ("pattern", pattern)) if value is not None]
     if len(given) > 1:
         raise UsageError(f"--{given[0]} and --{given[1]} both say which layers to convert; give one of them.")
-    check_kind(layer)
+    check_kind(layer or "gka")
     if pattern is not None:
         plan = LayerPlan.from_pattern(pattern)
         plan.check_length(count)
     elif layers is not None:
-        plan = LayerPlan.from_layers(count, layers, layer)
+        plan = LayerPlan.from_layers(count, layers, layer or "gka")
+    elif probe is not None:
+        return _selected(probe, count, ratio, layer)
     else:
-        return LayerPlan.evenly_spaced(count, 0.5 if ratio is None else ratio, layer), True
+        return LayerPlan.evenly_spaced(count, 0.5 if ratio is None else ratio, layer or "gka"), SPACED
     if not plan.layers:
         raise UsageError("The plan converts no layer; name at least one.")
-    return plan, False
+    return plan, "as given"
+
+
+def _selected(probe: Path, count: int, ratio: float | None, layer: str | None) -> tuple[LayerPlan, str]:
+    if ratio is not None:
+        LayerPlan.evenly_spaced(count, ratio, "gka")  # a wrong ratio is no fault of the report's
+    try:
+        report = json.loads(probe.read_text("utf-8"))
+        chosen, selections = report["selected"], report["selections"]
+        ratio = chosen["ratio"] if ratio is None else ratio
+        size = len(LayerPlan.evenly_spaced(count, ratio, "gka").layers)
+        plan = LayerPlan.from_layers(count, selections[size - 1], layer or chosen["kind"])
+        return plan, f"selected by {chosen['by']} in {probe}"
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise CheckpointError(
+            f"The probe's report {probe} cannot be used ({error}); run hybridize probe again, or give --layers."
+        ) from None
 
 
 def make_options(
     source: Source,
     plan: LayerPlan,
-    spaced: bool,
+    chosen: str,
     stages: Sequence[str],
     tokens: int,
     data: str | os.PathLike[str],
@@ -124,9 +142,9 @@ def make_options(
     if "align" in stages and tokens < batch_size * context:
         raise UsageError(f"--tokens {tokens} is less than one step of {batch_size} rows of {context} tokens.")
     return PrimeOptions(
-        model=BUILTIN if source.name.startswith(f"{REPOSITORY} (") else source.repository or _absolute(source.name),
+        model=model_name(source),
         pattern=str(plan),
-        spaced=spaced,
+        chosen=chosen,
         stages=tuple(stages),
         tokens=tokens,
         init_tokens=max(init_tokens, context),
@@ -204,7 +222,8 @@ def describe(options: PrimeOptions, source: Source) -> dict[str, Any]:
         "source": source.name,
         "pattern": options.pattern,
         "converted": plan.layers,
-        "evenly_spaced": options.spaced,
+        "evenly_spaced": options.chosen == SPACED,
+        "chosen": options.chosen,
         "stages": list(options.stages),
         "data": options.data,
         "tokens": options.tokens,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hybridize.builtin import BUILTIN
 from hybridize.console import Console
 from hybridize.hybrid.loading import load
 from hybridize.priming.run import prime
@@ -28,6 +29,7 @@ def quickstart(
     """Prime the built-in model, load what was written as any user would, and generate; returns the report."""
     console = console or Console(quiet=True)
     report = prime(
+        BUILTIN,
         layer=layer,
         tokens=tokens,
         init_tokens=8192,

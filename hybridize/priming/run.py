@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from hybridize.builtin import builtin_text
+from hybridize.builtin import BUILTIN, builtin_text, model_name, open_model
 from hybridize.console import Console
 from hybridize.devices import pick_device
 from hybridize.errors import CheckpointError, Interrupted
@@ -29,10 +29,9 @@ from hybridize.hybrid.model import convert, mixers
 from hybridize.hybrid.plan import LayerPlan
 from hybridize.priming.accounting import Accounting, account
 from hybridize.priming.align import Aligner, AlignOptions, DivergedError
-from hybridize.priming.data import TextSplit, prepare, read_documents
 from hybridize.priming.options import (
-    BUILTIN,
     RUN_FILE,
+    SPACED,
     STAGES,
     PrimeOptions,
     check_place,
@@ -41,13 +40,13 @@ from hybridize.priming.options import (
     describe,
     last_run,
     make_options,
-    open_model,
     output_dtype,
     short_name,
 )
 from hybridize.priming.transfer import StartOptions, fit_start
 from hybridize.sources import Source
 from hybridize.tasks.perplexity import mean_loss
+from hybridize.tasks.text import TextSplit, prepare, read_documents
 from hybridize.workspace import Workspace, atomic_folder, check_disk_space, refuse_existing, write_json, write_text
 
 _CHECKPOINT, _LOG = "checkpoint.pt", "log.jsonl"
@@ -60,7 +59,7 @@ def prime(
     ratio: float | None = None,
     layers: Sequence[int] | None = None,
     pattern: str | None = None,
-    layer: str = "gka",
+    layer: str | None = None,
     stages: Sequence[str] = STAGES,
     tokens: int = 1_000_000,
     data: str | os.PathLike[str] = BUILTIN,
@@ -83,9 +82,10 @@ def prime(
 ) -> dict[str, Any]:
     """Convert a source model, align its mixers, and write the hybrid; returns the report that is also written.
 
-    Which layers: `ratio` (evenly spaced; 0.5 when nothing is said), or `layers`, or a whole `pattern`. `tokens` is the
-    budget of stage align, `context` the tokens per row. Other keywords are mixer settings such as num_iters. Raises
-    HybridizeError children; an interrupted run continues with resume=True to the same numbers.
+    Which layers: `ratio` of them, as the workspace's last probe of this model selects them, or else evenly spaced (0.5
+    when nothing is said); or `layers`; or a whole `pattern`. `layer` is what they become: gka, unless the probe says.
+    `tokens` is the budget of stage align, `context` the tokens per row. Other keywords are mixer settings such as
+    num_iters. Raises HybridizeError children; an interrupted run continues with resume=True to the same numbers.
     """
     console = console or Console(quiet=True)
     place = Workspace(Path(workspace) if workspace else None)
@@ -93,16 +93,18 @@ def prime(
     if resume:
         folder, options = last_run(place, model)
         console.note(f"Resuming {folder} ({options.model}, {options.pattern}).")
-        source = open_model(options.model, options.revision, console)
+        source = open_model(options.model, options.revision, console.note)
         plan = LayerPlan.from_pattern(options.pattern)
     else:
-        source = open_model(model, revision, console)
+        source = open_model(model, revision, console.note, place)
         check_config(source.config)
-        plan, spaced = choose_layers(source.config.num_hidden_layers, ratio, layers, pattern, layer)
+        last = place.last("probe", model=model_name(source))
+        report = Path(last["value"]) if last else None
+        plan, chosen = choose_layers(source.config.num_hidden_layers, ratio, layers, pattern, layer, report)
         options = make_options(
             source,
             plan,
-            spaced,
+            chosen,
             stages,
             tokens,
             data,
@@ -126,8 +128,10 @@ def prime(
             settings=mixer_settings,
             revision=source.revision if source.repository else None,
         )
-    if options.spaced:
-        console.note("No probe was made: the layers to convert are evenly spaced.")
+    if options.chosen == SPACED:
+        console.note("No probe of this model was made here: the layers to convert are evenly spaced.")
+    else:
+        console.note(f"Layers to convert, {options.chosen}: {', '.join(map(str, plan.layers))}.")
     solves = "init" in options.stages and options.start.solve
     number = output_dtype(source, options.dtype)
     check_settings(plan, options.settings)
@@ -186,7 +190,9 @@ class _Run:
         else:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(self.folder / RUN_FILE, {"options": asdict(options)})
-            self.workspace.record("prime-run", self.folder, source=self.source.name)
+            self.workspace.record(
+                "prime-run", self.folder, source=self.source.name, model=options.model, revision=options.revision
+            )
             losses["source"] = self._measure(teacher, rows.held_out, "Held-out loss of the source")
             losses["converted"] = self._measure(hybrid, rows.held_out, "Held-out loss after conversion")
             if "init" in options.stages:

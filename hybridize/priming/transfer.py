@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hybridize.hybrid.model import mixers
+from hybridize.hybrid.walk import attention_input, capture_layer_inputs, run_layer, token_weights
 from hybridize.mixers.base import Mixer, StateSpaceMixer
-from hybridize.priming.walk import attention_input, capture_layer_inputs, run_layer, token_weights
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,20 @@ from torch import Tensor
 LOGIT_ROWS = 1024  # positions whose logits are held at once: 1024 x a 152K vocabulary in fp32 is 0.6 GB
 
 
+def head_logits(model: Any, hidden: Tensor) -> Tensor:
+    """Logits in fp32 [..., vocabulary] of what left the final norm, [..., hidden]."""
+    scale = getattr(model.config, "logits_scaling", None) or 1.0
+    logits: Tensor = model.get_output_embeddings()(hidden).float()
+    return logits if scale == 1.0 else logits / scale
+
+
 @torch.no_grad()
 def token_losses(model: Any, ids: Tensor) -> Tensor:
     """Negative log-likelihood in nats of tokens 1..T-1 of each row, fp32 [B, T-1]; ids [B, T]."""
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
-    head = model.get_output_embeddings()
-    scale = getattr(model.config, "logits_scaling", None) or 1.0
     targets = ids[:, 1:].flatten()
     losses = [
-        F.cross_entropy(head(rows).float() / scale, wanted, reduction="none")
+        F.cross_entropy(head_logits(model, rows), wanted, reduction="none")
         for rows, wanted in zip(hidden.flatten(0, 1).split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True)
     ]
     return torch.cat(losses).view(ids.shape[0], -1)

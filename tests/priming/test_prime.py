@@ -15,9 +15,9 @@ import hybridize
 from hybridize.cli import main
 from hybridize.hybrid.model import mixers
 from hybridize.priming.align import Aligner
-from hybridize.priming.data import hold_out, read_documents, token_rows
 from hybridize.priming.transfer import LeastSquares, StartOptions, fit_start
 from hybridize.tasks.perplexity import mean_loss
+from hybridize.tasks.text import hold_out, read_documents, token_rows
 
 SMALL = ["--context", "32", "--batch-size", "2", "--init-tokens", "256", "--held-out-tokens", "256", "--device", "cpu"]
 

@@ -1,4 +1,4 @@
-"""Text for the stages: documents in, rows of token ids out, with a held-out part that never overlaps the rest."""
+"""Text for training and measuring: documents in, rows of token ids out, and a held-out part that overlaps nothing."""
 
 from __future__ import annotations
 
@@ -102,15 +102,34 @@ def token_rows(
         if rows:
             streams.append(np.asarray(ids[: rows * context], dtype=np.int64).reshape(rows, context))
             total += rows * context
+    return _rounds(streams, per_round // context, context, what)[: max(1, limit // context)]
+
+
+def first_rows(documents: Iterable[Document], tokenizer: Any, context: int, count: int) -> Tensor:
+    """At most `count` rows int64 [N, context], from as many documents as there are: their beginnings, in order.
+
+    DataError where no document is as long as a row.
+    """
+    streams: list[np.ndarray] = []
+    for _, text in documents:
+        if len(streams) == count:
+            break
+        ids = tokenizer(text[: 8 * context * count], add_special_tokens=False, verbose=False)["input_ids"]
+        if len(ids) >= context:
+            streams.append(np.asarray(ids[: len(ids) // context * context], dtype=np.int64).reshape(-1, context))
+    return _rounds(streams, 1, context, "document")[:count]
+
+
+def _rounds(streams: list[np.ndarray], step: int, context: int, what: str) -> Tensor:
+    """All rows of all documents' [rows, context], `step` rows of each in turn."""
     rounds: list[np.ndarray] = []
-    step = per_round // context
     for start in range(0, max((len(s) for s in streams), default=0), step):
         rounds += [s[start : start + step] for s in streams if len(s) > start]
     if not rounds:
         raise DataError(
             f"No {what} is as long as one row of {context} tokens; give longer text or a smaller --context."
         )
-    return torch.from_numpy(np.concatenate(rounds)[: max(1, limit // context)])
+    return torch.from_numpy(np.concatenate(rounds))
 
 
 def prepare(

@@ -18,36 +18,62 @@ def first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-@torch.no_grad()
-def capture_layer_inputs(body: Any, batches: list[Tensor]) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """Hidden states that enter layer 0, one [B, T, hidden] per batch of ids, and every layer's keyword arguments.
+def entry_device(model: Any) -> torch.device:
+    """Where token ids must be for a forward of the model, also when its weights are offloaded."""
+    embedding = model.get_input_embeddings()
+    if embedding.weight.is_meta:  # accelerate brings the weight in from outside
+        return torch.device(embedding._hf_hook.execution_device)
+    device: torch.device = embedding.weight.device
+    return device
 
-    The arguments (masks, positions) are taken from the first batch: all batches have one shape and no padding.
+
+Arguments = list[dict[str, Any]]  # each layer's keyword arguments
+
+
+@torch.no_grad()
+def capture_forward(body: Any, ids: Tensor) -> tuple[Tensor, Arguments]:
+    """The body's own forward of ids [B, T]: what leaves its final norm, [B, T, hidden], and every layer's arguments.
+
+    The arguments (masks, positions) are those of any batch of as many tokens a row, without padding.
     """
-    streams: list[Tensor] = []
-    arguments: list[dict[str, Any]] = []
+    arguments: Arguments = []
 
     def keep_arguments(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         arguments.append(kwargs)
+
+    hooks = [layer.register_forward_pre_hook(keep_arguments, with_kwargs=True) for layer in body.layers]
+    try:
+        return body(input_ids=ids, use_cache=False).last_hidden_state, arguments
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def entering_stream(body: Any, ids: Tensor) -> Tensor:
+    """The hidden states of ids [B, T] that enter layer 0, [B, T, hidden]; no layer runs."""
+    streams: list[Tensor] = []
 
     def keep_stream(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         streams.append(args[0] if args else kwargs["hidden_states"])
         raise _Stop
 
-    hooks = [layer.register_forward_pre_hook(keep_arguments, with_kwargs=True) for layer in body.layers]
-    try:
-        body(input_ids=batches[0], use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
     hook = body.layers[0].register_forward_pre_hook(keep_stream, with_kwargs=True)
     try:
-        for ids in batches:
-            with suppress(_Stop):
-                body(input_ids=ids, use_cache=False)
+        with suppress(_Stop):
+            body(input_ids=ids, use_cache=False)
     finally:
         hook.remove()
-    return streams, arguments
+    return streams[0]
+
+
+def capture_layer_inputs(body: Any, batches: list[Tensor]) -> tuple[list[Tensor], Arguments]:
+    """Hidden states that enter layer 0, one [B, T, hidden] per batch of ids, and every layer's keyword arguments.
+
+    The arguments are taken from the first batch: all batches have one shape and no padding.
+    """
+    _, arguments = capture_forward(body, batches[0])
+    return [entering_stream(body, ids) for ids in batches], arguments
 
 
 @torch.no_grad()

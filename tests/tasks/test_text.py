@@ -7,7 +7,7 @@ import torch
 from priming_case import save_text
 
 from hybridize.errors import DataError
-from hybridize.priming.data import hold_out, prepare, read_documents, token_rows
+from hybridize.tasks.text import first_rows, hold_out, prepare, read_documents, token_rows
 
 
 class Letters:
@@ -111,3 +111,13 @@ def test_missing_and_empty_places(tmp_path):
         list(read_documents(tmp_path / "nowhere"))
     with pytest.raises(DataError, match="holds no text files"):
         list(read_documents(tmp_path))
+
+
+def test_first_rows_are_the_beginnings_of_as_many_documents_as_there_are():
+    documents = [("a", "a" * 30), ("short", "s" * 7), ("b", "b" * 8 + "c" * 10), ("d", "d" * 8), ("e", "e" * 8)]
+    starts = lambda count: [chr(row[0]) for row in first_rows(documents, Letters(), 8, count)]
+    assert starts(3) == ["a", "b", "d"]
+    assert starts(6) == ["a", "b", "d", "e", "a", "c"]
+    assert starts(99) == ["a", "b", "d", "e", "a", "c", "a"]
+    with pytest.raises(DataError, match="No document is as long as one row of 31 tokens"):
+        first_rows(documents, Letters(), 31, 3)

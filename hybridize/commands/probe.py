@@ -1,0 +1,104 @@
+"""`hybridize probe`: score every attention layer, and select the layers that can fade."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hybridize.commands import options
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _sizes(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(word) for word in _words(text)]
+    except ValueError:
+        raise typer.BadParameter(f"--window {text!r} is no list of sizes such as 64,512.") from None
+
+
+def command(
+    ctx: typer.Context,
+    model: options.Model = None,
+    method: Annotated[
+        str, typer.Option("--method", help="What to measure, of swa, hankel and retrieval: swa,hankel.")
+    ] = "swa",
+    window: Annotated[
+        str | None,
+        typer.Option(
+            "--window",
+            help="Tokens that a windowed layer still sees; several: 64,512, the first gives the scores. Default: as "
+            "many as take the bytes of a GKA state (384 for SmolLM2-135M, 1024 for Qwen3-8B), at most context / 4.",
+        ),
+    ] = None,
+    sinks: Annotated[
+        bool, typer.Option("--sinks/--no-sinks", help="Keep the first 4 tokens visible behind the window.")
+    ] = True,
+    context: Annotated[int, typer.Option("--context", help="Tokens per row of text.")] = 2048,
+    sequences: Annotated[int, typer.Option("--sequences", help="Rows of text.")] = 8,
+    items: Annotated[int, typer.Option("--items", help="Retrieval items for each task, length and depth.")] = 20,
+    data: options.Data = "builtin",
+    ratio: Annotated[float, typer.Option("--ratio", help="Share of layers to select, above 0 to 1.")] = 0.5,
+    by: Annotated[
+        str | None, typer.Option("--by", help="The score that selects: a method, or more of it. Default: the first.")
+    ] = None,
+    scores: Annotated[
+        Path | None,
+        typer.Option("--scores", help="A CSV of task scores per layer, measured elsewhere; no model is needed."),
+    ] = None,
+    layer: options.Layer = "gka",
+    plot: options.Plot = None,
+    revision: options.Revision = None,
+    resume: options.Resume = False,
+    dry_run: options.DryRun = False,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    seed: options.Seed = 0,
+    workspace: options.Workspace = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Score each attention layer by what is lost when it alone sees a short window, and select the layers to convert.
+
+    A higher score means more is lost; the lowest are selected. hybridize prime takes the selection.
+
+    \b
+    Examples:
+      hybridize probe Qwen/Qwen3-8B --ratio 0.5
+      hybridize probe ./model --method swa,hankel --window 64,512 --context 4096 --data texts/ --plot scores.png
+      hybridize probe --scores importance.csv --ratio 0.5
+    """
+    from hybridize.console import Console
+    from hybridize.probing.estimate import show_plan
+    from hybridize.probing.run import plan_probe, probe
+    from hybridize.probing.windowed import SINKS
+
+    console = Console(json=json, quiet=quiet)
+    if resume and (given := options.given(ctx)):
+        console.note(f"A resumed probe keeps the settings it began with; not read again: {', '.join(given)}.")
+    settings: dict[str, Any] = {
+        "methods": _words(method),
+        "windows": _sizes(window),
+        "sinks": SINKS if sinks else 0,
+        "context": context,
+        "sequences": sequences,
+        "items": items,
+        "data": data,
+        "ratio": ratio,
+        "by": by,
+        "layer": layer,
+        "seed": seed,
+        "dtype": dtype,
+    }
+    common: dict[str, Any] = {"device": device, "workspace": workspace, "console": console, "revision": revision}
+    if dry_run:
+        plan = plan_probe(model, **common, **settings)
+        console.result(plan, lambda: show_plan(console, plan))
+        return
+    report = probe(model, scores=scores, resume=resume, **common, **settings)
+    data_of = report.to_dict()
+    console.result(data_of)

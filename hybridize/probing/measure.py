@@ -1,0 +1,121 @@
+"""What a probe measures on a loaded model: text and retrieval items made into batches, and each layer's results."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridize.builtin import BUILTIN, builtin_text
+from hybridize.errors import DataError
+from hybridize.probing.hankel import HankelOptions, hankel_sweep
+from hybridize.probing.options import ProbeOptions
+from hybridize.probing.swa_proxy import Effects, Sweep, windows
+from hybridize.probing.windowed import without_masks
+from hybridize.tasks.scored import Scored, score_text
+from hybridize.tasks.text import Document, first_rows, read_documents
+
+HANKEL_ROWS = 4  # of text; its statistics hardly differ between rows
+Record = dict[str, Any]  # one layer's results: {"layer": 3, "swa": {...}} or a part of them
+
+
+def text_of(options: ProbeOptions, texts: Sequence[str] | None) -> dict[str, list[Document]]:
+    """Documents by group: the given texts, the built-in held-out prose and code, or those of options.data."""
+    if texts is not None:
+        return {"text": [(f"text {number}", text) for number, text in enumerate(texts)]}
+    groups: dict[str, list[Document]] = {}
+    if options.data == BUILTIN:
+        for document in builtin_text("held-out"):
+            groups.setdefault(document.kind, []).append((document.name, document.text))
+        return groups
+    for name, text in read_documents(Path(options.data)):
+        groups.setdefault("code" if name.endswith(".py") else "prose", []).append((name, text))
+    return groups
+
+
+def rows_of(groups: dict[str, list[Document]], tokenizer: Any, options: ProbeOptions) -> dict[str, Tensor]:
+    """Rows of token ids [N, context] by group, options.sequences in all and as equal as the groups allow.
+
+    DataError where no document is as long as a row.
+    """
+    rows: dict[str, Tensor] = {}
+    failure: DataError | None = None
+    for number, (group, documents) in enumerate(groups.items()):
+        count = (options.sequences + number) // len(groups)
+        try:
+            rows |= {group: first_rows(documents, tokenizer, options.context, count)} if count else {}
+        except DataError as error:  # another group may have longer documents
+            failure = error
+    if not rows:
+        raise failure or DataError("There is no text to measure on; give --data something to read.")
+    return rows
+
+
+def fingerprint(batches: Sequence[Scored], rows: Iterable[Tensor]) -> str:
+    """Of every token that is measured on, so that a resumed probe cannot mix two texts."""
+    digest = hashlib.sha256()
+    for tensor in [*(x for batch in batches for x in (batch.ids, batch.targets)), *rows]:
+        digest.update(repr(tuple(tensor.shape)).encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def text_batches(rows: dict[str, Tensor], batch_tokens: int) -> list[Scored]:
+    return [batch for group, ids in rows.items() for batch in score_text(ids, group, batch_tokens)]
+
+
+def swept_layers(sweep: Sweep, options: ProbeOptions, tasks: Sequence[str], done: set[int]) -> Iterator[Record]:
+    """Each layer's effects under every window, apart for text (swa) and for the retrieval `tasks`."""
+    for layer, by_window in sweep.run(windows(sweep.model, options.windows, options.sinks), skip=done):
+        record: Record = {"layer": layer}
+        for window, effects in by_window.items():
+            text = {group: _text(effect) for group, effect in effects.items() if group not in tasks}
+            answers = {group: effect for group, effect in effects.items() if group in tasks}
+            if text:
+                record.setdefault("swa", {})[window] = {**_mean(text, ("loss", "kl")), "groups": text}
+            if answers:
+                found = {task: _answer(effect, sweep.base[task]) for task, effect in answers.items()}
+                means = _mean(found, ("loss", "kl", "log_probability", "accuracy"))
+                record.setdefault("retrieval", {})[window] = {**means, "tasks": found}
+        yield record
+
+
+def _text(effect: dict[str, float]) -> dict[str, float]:
+    """Whether a whole row of text is predicted right says nothing."""
+    return {name: effect[name] for name in ("loss", "kl", "tokens")}
+
+
+def _answer(effect: dict[str, float], base: dict[str, float]) -> dict[str, float]:
+    """With the answer's log-probability in nats per token beside how much it fell."""
+    return {**effect, "log_probability": -base["loss"] - effect["loss"]}
+
+
+def _mean(effects: Effects, names: Sequence[str]) -> dict[str, float]:
+    """Means over groups, which count alike however many tokens they have."""
+    return {name: sum(effect[name] for effect in effects.values()) / len(effects) for name in names}
+
+
+def measured_hankel(
+    model: Any,
+    rows: dict[str, Tensor],
+    options: ProbeOptions,
+    layers: Sequence[int],
+    done: Callable[[Record], None],
+    advance: Callable[[int], None],
+) -> None:
+    """Hankel statistics of the given layers on a few rows of every group; done(record) is called after each layer."""
+    every = torch.cat(list(rows.values()))
+    some = every[torch.arange(min(HANKEL_ROWS, len(every))) * len(every) // min(HANKEL_ROWS, len(every))]
+    settings = HankelOptions(sinks=options.sinks, window=options.windows[0], seed=options.seed)
+    with without_masks(model.base_model):
+        hankel_sweep(
+            model,
+            some,
+            settings,
+            layers=layers,
+            advance=advance,
+            done=lambda layer, result: done({"layer": layer, "hankel": result}),
+        )

@@ -1,0 +1,136 @@
+"""What decides a probe: checked, completed with defaults, and kept so that a resumed probe is the same probe."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridize.builtin import BUILTIN, model_name
+from hybridize.errors import CheckpointError, UsageError
+from hybridize.hybrid.plan import LayerPlan, check_kind
+from hybridize.mixers.base import geometry
+from hybridize.probing.named import NamedScore
+from hybridize.probing.windowed import SINKS
+from hybridize.sources import Source
+
+METHODS = ("swa", "hankel", "retrieval")
+RUN_FILE, LAYERS_FILE, REPORT_FILE = "run.json", "layers.jsonl", "probe.json"
+
+
+@dataclass(frozen=True)
+class ProbeOptions:
+    """Everything that decides a probe's result; kept in its run.json.
+
+    windows: of the SWA proxy and of retrieval, the first one gives the scores; sequences: rows of text; items: of
+    retrieval, for each task, length and depth; by: the score that selects.
+    """
+
+    model: str
+    revision: str | None
+    methods: tuple[str, ...]
+    windows: tuple[int, ...]
+    sinks: int
+    context: int
+    sequences: int
+    items: int
+    data: str
+    ratio: float
+    by: str
+    layer: str
+    seed: int
+    dtype: str | None
+
+    @staticmethod
+    def read(path: Path) -> ProbeOptions:
+        """Options from a run.json; CheckpointError when the file is damaged."""
+        try:
+            raw = json.loads(path.read_text("utf-8"))["options"]
+            return ProbeOptions(**{**raw, "methods": tuple(raw["methods"]), "windows": tuple(raw["windows"])})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} cannot be read ({error}); start the probe without --resume.") from None
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of the retrieval items: a quarter, a half and the whole of the context."""
+        return tuple(self.context // share for share in (4, 2, 1))
+
+
+def state_window(config: Any) -> int:
+    """The window whose keys and values, in bf16, take as many bytes as the state of a GKA layer, in fp32.
+
+    Per query head the state is two D x D matrices, per token the cache has 2 D numbers for each key head: 2 D H / Hk
+    tokens, 384 for SmolLM2-135M and 1024 for Qwen3-8B. So the proxy asks what is lost at equal memory.
+    """
+    heads, kv_heads, dim = geometry(config)
+    return 2 * dim * heads // kv_heads
+
+
+def make_options(
+    config: Any,
+    name: str,
+    *,
+    revision: str | None = None,
+    methods: Sequence[str] = ("swa",),
+    windows: Sequence[int] | None = None,
+    sinks: int = SINKS,
+    context: int = 2048,
+    sequences: int = 8,
+    items: int = 20,
+    data: str | os.PathLike[str] = BUILTIN,
+    ratio: float = 0.5,
+    by: str | None = None,
+    layer: str = "gka",
+    seed: int = 0,
+    dtype: str | None = None,
+) -> ProbeOptions:
+    """Options with defaults filled in; UsageError or PlanError for what cannot be."""
+    if unknown := [method for method in methods if method not in METHODS]:
+        raise UsageError(f"There is no method {unknown[0]!r}; the methods are {', '.join(METHODS)}.")
+    if not methods:
+        raise UsageError(f"--method names no method; give some of {', '.join(METHODS)}.")
+    for option, value, least in (
+        ("context", context, 16),
+        ("sequences", sequences, 1),
+        ("items", items, 1),
+        ("sinks", sinks, 0),
+    ):
+        if value < least:
+            raise UsageError(f"--{option} is {value}; it must be at least {least}.")
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest and context > longest:
+        raise UsageError(f"--context {context} is more than the {longest} positions that the model was made for.")
+    # A window near the context hides too little to measure anything.
+    windows = [min(state_window(config), context // 4)] if windows is None else windows
+    if not windows or min(windows) < 1 or len(set(windows)) < len(windows):
+        raise UsageError(f"--window {','.join(map(str, windows))}: give different sizes of at least 1 token.")
+    if min(windows) >= context:
+        raise UsageError(f"--window {min(windows)} hides nothing of a context of {context} tokens; give a smaller one.")
+    methods = tuple(method for method in METHODS if method in methods)
+    NamedScore.parse(by or methods[0], windows, methods)
+    check_kind(layer)
+    LayerPlan.evenly_spaced(config.num_hidden_layers, ratio, layer)  # checks the ratio
+    return ProbeOptions(
+        model=name,
+        revision=revision,
+        methods=methods,
+        windows=tuple(windows),
+        sinks=sinks,
+        context=context,
+        sequences=sequences,
+        items=items,
+        data=BUILTIN if data == BUILTIN else str(Path(data).expanduser().absolute()),
+        ratio=ratio,
+        by=by or methods[0],
+        layer=layer,
+        seed=seed,
+        dtype=dtype,
+    )
+
+
+def name_of(source: Source) -> tuple[str, str | None]:
+    """The name and revision under which a probe keeps its source."""
+    return model_name(source), source.revision if source.repository else None

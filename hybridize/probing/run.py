@@ -1,0 +1,266 @@
+"""`probe`: every attention layer is scored, in a run that can be stopped and resumed, and layers are selected."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridize.builtin import open_model
+from hybridize.console import Console
+from hybridize.devices import pick_device, pick_dtype
+from hybridize.errors import CheckpointError, DataError, Interrupted, UsageError
+from hybridize.hybrid.families import check_attention, check_config, check_family
+from hybridize.hybrid.walk import entry_device
+from hybridize.probing.estimate import batch_tokens, need, placement, room
+from hybridize.probing.measure import (
+    Record,
+    fingerprint,
+    measured_hankel,
+    rows_of,
+    swept_layers,
+    text_batches,
+    text_of,
+)
+from hybridize.probing.named import NamedScore
+from hybridize.probing.options import LAYERS_FILE, REPORT_FILE, RUN_FILE, ProbeOptions, make_options, name_of
+from hybridize.probing.report import ProbeReport
+from hybridize.probing.scores import read_scores
+from hybridize.probing.swa_proxy import Sweep
+from hybridize.tasks.retrieval import TASKS, make_items, measure, summary
+from hybridize.tasks.scored import Scored, score_answers
+from hybridize.workspace import Workspace, write_json, write_text
+
+
+def probe(
+    model: Any = None,
+    tokenizer: Any = None,
+    texts: Sequence[str] | None = None,
+    *,
+    scores: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    device: str | None = None,
+    workspace: str | os.PathLike[str] | None = None,
+    console: Console | None = None,
+    revision: str | None = None,
+    **options: Any,
+) -> ProbeReport:
+    """Score every attention layer by what is lost when it stops being attention, and select the layers to convert.
+
+    model: a name as on the command line, or a loaded model, then with its tokenizer. texts: documents to measure on,
+    else options' `data`. scores: a CSV of task scores measured elsewhere, which needs no model. Options are those of
+    make_options. A run on a named model, or in a workspace that is given, is kept there and recorded. Raises
+    HybridizeError children.
+    """
+    console = console or Console(quiet=True)
+    place = Workspace(Path(workspace) if workspace else None)
+    if scores is not None:
+        return _from_scores(Path(scores).expanduser(), model, revision, place, console, **options)
+    if model is not None and not isinstance(model, str | os.PathLike):
+        check_family(model)
+        chosen = make_options(model.config, model.name_or_path or type(model).__name__, **options)
+        folder = place.run_folder(f"{Path(chosen.model).name}-probe") if workspace else None
+        return _Run(chosen, folder, place, console).work(model, tokenizer, texts)
+    target = pick_device(device)
+    if resume:
+        folder, chosen = _last_run(place, model)
+        console.note(f"Resuming {folder} ({chosen.model}).")
+        source = open_model(chosen.model, chosen.revision, console.note)
+    else:
+        source = open_model(model, revision, console.note, place)
+        check_config(source.config)
+        name, pinned = name_of(source)
+        chosen = make_options(source.config, name, revision=pinned, **options)
+        origin = source.gguf or source.repository or source.path.name
+        folder = place.run_folder(f"{Path(origin).name.removesuffix('.gguf')}-probe")
+    run = _Run(chosen, folder, place, console)
+    number = pick_dtype(chosen.dtype, target)
+    needed = need(source.config, chosen, len(TASKS), number, target)
+    loaded = source.load(number, target, room(target, needed))
+    return run.work(loaded, source.tokenizer, texts)
+
+
+def plan_probe(
+    model: str | os.PathLike[str] | None = None,
+    *,
+    device: str | None = None,
+    workspace: str | os.PathLike[str] | None = None,
+    console: Console | None = None,
+    revision: str | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """What `probe` with these arguments would do and take: memory, where the weights go, and time. Loads no weights."""
+    console = console or Console(quiet=True)
+    source = open_model(model, revision, console.note, Workspace(Path(workspace) if workspace else None))
+    check_config(source.config)
+    name, pinned = name_of(source)
+    chosen = make_options(source.config, name, revision=pinned, **options)
+    target = pick_device(device)
+    needed = need(source.config, chosen, len(TASKS), pick_dtype(chosen.dtype, target), target)
+    where = placement(needed, room(target, needed), target)
+    return {"dry_run": True, **asdict(chosen), **needed.summary(), "placement": where}
+
+
+def _from_scores(
+    path: Path,
+    model: str | os.PathLike[str] | None,
+    revision: str | None,
+    place: Workspace,
+    console: Console,
+    *,
+    ratio: float = 0.5,
+    by: str | None = None,
+    layer: str = "gka",
+    **other: Any,
+) -> ProbeReport:
+    """A report from task scores measured elsewhere; with a model, for `prime` of that model."""
+    given = read_scores(path)
+    name = None
+    if model is not None:
+        source = open_model(model, revision, console.note)
+        name, _ = name_of(source)
+        if source.config.num_hidden_layers != len(given.layers):
+            raise DataError(
+                f"{path} scores {len(given.layers)} layers, but {name} has {source.config.num_hidden_layers}: give the "
+                "scores of this model."
+            )
+    report = ProbeReport.of_tasks(name, given, ratio, layer, by)
+    _finish(report, place.run_folder(f"{path.stem}-probe"), place, console)
+    return report
+
+
+def _last_run(place: Workspace, model: str | os.PathLike[str] | None) -> tuple[Path, ProbeOptions]:
+    entry = place.last("probe-run")
+    if entry is None:
+        raise CheckpointError(f"There is no probe in {place.folder} to resume; start one without --resume.")
+    folder = Path(entry["value"])
+    options = ProbeOptions.read(folder / RUN_FILE)
+    if model is not None and options.model not in (os.fspath(model), str(Path(model).expanduser().absolute())):
+        raise UsageError(
+            f"The last probe in {place.folder} is of {options.model}, not of {model}; leave MODEL out to resume it."
+        )
+    if (folder / REPORT_FILE).exists():
+        raise UsageError(f"The last probe is finished: its report is {folder / REPORT_FILE}.")
+    return folder, options
+
+
+class _Run:
+    """One probe of a loaded model; with a folder, finished layers are kept there and not measured again."""
+
+    def __init__(self, options: ProbeOptions, folder: Path | None, place: Workspace, console: Console):
+        self.options, self.folder, self.place, self.console = options, folder, place, console
+        self.layers: dict[int, Record] = {}
+        self.score = NamedScore.parse(options.by, options.windows, options.methods)
+
+    def work(self, model: Any, tokenizer: Any, texts: Sequence[str] | None) -> ProbeReport:
+        options = self.options
+        for number, layer in enumerate(model.base_model.layers):
+            check_attention(layer.self_attn, number)
+        at_once = batch_tokens(entry_device(model), options.context)
+        self.console.note(f"Reading and tokenising text ({'given' if texts is not None else options.data}).")
+        groups = text_of(options, texts)
+        text = {"swa", "hankel"} & set(options.methods)
+        rows = rows_of(groups, tokenizer, options) if text else {}
+        batches = text_batches(rows, at_once) if "swa" in options.methods else []
+        items = []
+        if "retrieval" in options.methods:
+            filler = [text for documents in groups.values() for _, text in documents]
+            items = make_items(tokenizer, filler, lengths=options.lengths, per_cell=options.items, seed=options.seed)
+            batches += score_answers(items, at_once)
+        self._open(fingerprint(batches, rows.values()))
+        report = ProbeReport.of_options(options, model.config.num_hidden_layers)
+        with self._interruptible(model.config.num_hidden_layers), torch.no_grad():
+            if "hankel" in options.methods:
+                self._hankel(model, rows)
+            if items:
+                with self.console.progress("Retrieval of the model", len(items), "item") as tracker:
+                    found = measure(model, items, max(1, at_once // options.context), tracker.advance)
+                report.retrieval = summary(items, *found)
+            if batches:
+                report.base = self._sweep(model, batches)
+        report.finish([self.layers[number] for number in sorted(self.layers)])
+        if self.folder is not None:
+            _finish(report, self.folder, self.place, self.console)
+        return report
+
+    def _sweep(self, model: Any, batches: list[Scored]) -> dict[str, dict[str, float]]:
+        options, count = self.options, model.config.num_hidden_layers
+        names = [name for name in ("swa", "retrieval") if name in options.methods]
+        done = {n for n, record in self.layers.items() if all(name in record for name in names)}
+        ahead = sum(count - number for number in range(count) if number not in done)
+        total = sum(batch.ids.numel() for batch in batches) * (2 * count + len(options.windows) * ahead)
+        with self.console.progress(f"Sweep over {count} layers", total, "token") as tracker:
+            sweep = Sweep(model, batches, tracker.advance)
+            for record in swept_layers(sweep, options, TASKS, done):
+                self._keep(record)
+                tracker.advance(0, f"layer {record['layer']}")
+        return sweep.base
+
+    def _hankel(self, model: Any, rows: dict[str, torch.Tensor]) -> None:
+        count = model.config.num_hidden_layers
+        left = [n for n in range(count) if "hankel" not in self.layers.get(n, {})]
+        with self.console.progress(f"Hankel rank of {len(left)} layers", None, "token") as tracker:
+            measured_hankel(model, rows, self.options, left, self._keep, tracker.advance)
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def _open(self, text: str) -> None:
+        """Begin the run's folder, or read the layers that are finished in it."""
+        if self.folder is None:
+            return
+        run, log = self.folder / RUN_FILE, self.folder / LAYERS_FILE
+        if not run.exists():
+            write_json(run, {"options": asdict(self.options), "text": text})
+            name = {"model": self.options.model, "revision": self.options.revision}
+            self.place.record("probe-run", self.folder, **name)
+            return
+        if json.loads(run.read_text("utf-8")).get("text") != text:
+            raise CheckpointError(
+                f"The text of {self.options.data} has changed since {self.folder} was begun; start the probe without "
+                "--resume."
+            )
+        if log.exists():
+            lines = log.read_text("utf-8").split("\n")[:-1]  # what follows the last line break was cut by a kill
+            write_text(log, "".join(f"{line}\n" for line in lines))
+            for line in lines:
+                self._remember(json.loads(line))
+
+    def _keep(self, record: Record) -> None:
+        """Write a layer's results at once; UsageError where the score that selects is not among them."""
+        if self.score.method in record:
+            self.score.read(record)
+        self._remember(record)
+        if self.folder is not None:
+            with (self.folder / LAYERS_FILE).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+
+    def _remember(self, record: Record) -> None:
+        self.layers.setdefault(record["layer"], {}).update(record)
+
+    @contextmanager
+    def _interruptible(self, count: int) -> Iterator[None]:
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self.folder is None:
+                raise
+            raise Interrupted(
+                f"Stopped with {len(self.layers)} of {count} layers begun; they are kept in {self.folder}: continue "
+                "with hybridize probe --resume."
+            ) from None
+
+
+def _finish(report: ProbeReport, folder: Path, place: Workspace, console: Console) -> None:
+    path = folder / REPORT_FILE
+    report.write(path)
+    place.record("probe", path, model=report.model)
+    which = f"hybridize prime {'' if report.model is None else report.model}".rstrip()
+    console.note(f"The report is {path}." + (f" {which} takes its selection." if report.model else ""))

@@ -1,0 +1,303 @@
+"""`hybridize probe` from the command line to a report that `prime` takes, and everything that can stop it."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from priming_case import save_source, save_text
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, Qwen3Config
+
+import hybridize
+from hybridize.cli import main
+from hybridize.errors import UsageError
+from hybridize.probing import run as probing_run
+from hybridize.probing.options import make_options, state_window
+from hybridize.probing.swa_proxy import Sweep, windows
+from hybridize.tasks.scored import score_text
+from hybridize.tasks.text import first_rows, read_documents
+from hybridize.workspace import Workspace
+
+SMALL = ["--context", "64", "--sequences", "4", "--window", "8", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("probe")
+    save_source(folder / "source")
+    save_text(folder / "text")
+    return folder
+
+
+@pytest.fixture
+def command(place, tmp_path, capfd):
+    """Run a command in a workspace of its own; returns (exit code, parsed JSON or None, stderr)."""
+
+    def run(*words):
+        code = main([*map(str, words), "--workspace", str(tmp_path / "runs"), "--json"])
+        out, err = capfd.readouterr()
+        return code, json.loads(out) if out.strip() else None, err
+
+    return run
+
+
+@pytest.fixture
+def probe(command, place):
+    def run(*words, model=True):
+        return command("probe", *([place / "source"] if model else []), *SMALL, "--data", place / "text", *words)
+
+    return run
+
+
+def lowest(layers, count):
+    return sorted(sorted(range(len(layers)), key=lambda n: layers[n]["score"])[:count])
+
+
+def test_reports_every_layer_and_selects_the_lowest(probe, place, tmp_path):
+    code, report, err = probe("--method", "hankel,swa", "--window", "8,20", "--ratio", "0.25", "--layer", "gdn")
+    assert code == 0, err
+    assert report["model"] == str(place / "source")
+    assert (report["context"], report["window"], report["windows"]) == (64, 8, [8, 20])
+    assert [layer["layer"] for layer in report["layers"]] == [0, 1, 2, 3]
+    selected = report["selected"]
+    assert (selected["ratio"], selected["by"], selected["kind"]) == (0.25, "swa", "gdn")
+    assert selected["layers"] == lowest(report["layers"], 1)
+    assert hybridize.LayerPlan.from_pattern(selected["pattern"]).layers == selected["layers"]
+    model, tokenizer = hybridize.load(place / "source", dtype="float32", device="cpu")
+    rows = first_rows(read_documents(place / "text"), tokenizer, 64, 4)
+    sweep = Sweep(model, score_text(rows, "prose", 2048))
+    assert report["base"] == sweep.base
+    for layer, effects in sweep.run(windows(model, [8, 20])):
+        found = report["layers"][layer]
+        assert found["score"] == found["swa"]["8"]["kl"] == effects["8"]["prose"]["kl"]
+        assert found["swa"]["20"]["loss"] == effects["20"]["prose"]["loss"]
+        assert found["hankel"]["beyond"]["mass"]["mean"] < found["hankel"]["no_sinks"]["mass"]["mean"]
+    path = tmp_path / "runs" / "source-probe" / "probe.json"
+    assert report["report"] == str(path)
+    kept = json.loads(path.read_text())
+    assert kept.pop("selections") == [lowest(report["layers"], count) for count in (1, 2, 3, 4)]
+    assert kept == report
+    assert [entry["kind"] for entry in Workspace(tmp_path / "runs").entries()] == ["probe-run", "probe"]
+
+
+def test_sinks_can_be_switched_off(probe):
+    _, seen, _ = probe()
+    _, unseen, _ = probe("--no-sinks")
+    assert (seen["sinks"], unseen["sinks"]) == (4, 0)
+    assert seen["layers"] != unseen["layers"]
+
+
+@pytest.mark.parametrize("by", ["swa.loss", "swa@20", "swa.loss@20", "hankel", "hankel.no_sinks.rank"])
+def test_selects_by_any_score(probe, by):
+    code, report, err = probe("--method", "swa,hankel", "--window", "8,20", "--by", by)
+    assert code == 0, err
+    assert report["selected"] == {
+        "ratio": 0.5,
+        "by": by,
+        "kind": "gka",
+        "layers": lowest(report["layers"], 2),
+        "pattern": report["selected"]["pattern"],
+    }
+    first = report["layers"][0]
+    want = {
+        "swa.loss": first["swa"]["8"]["loss"],
+        "swa@20": first["swa"]["20"]["kl"],
+        "swa.loss@20": first["swa"]["20"]["loss"],
+        "hankel": first["hankel"]["no_sinks"]["nuclear"]["mean"],
+        "hankel.no_sinks.rank": first["hankel"]["no_sinks"]["rank"]["mean"],
+    }
+    assert first["score"] == want[by]
+
+
+def test_a_loaded_model_and_texts_leave_no_files(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, tokenizer = hybridize.load(place / "source", dtype="float32", device="cpu")
+    texts = [path.read_text() for path in sorted((place / "text").iterdir())]
+    report = hybridize.probe(model, tokenizer, texts, context=64, sequences=3, windows=[8])
+    assert list(report.base) == ["text"] and report.base["text"]["rows"] == 3
+    assert report.select(0.5).layers == lowest(report.layers, 2)
+    assert str(report.select(0.25, kind="swa")).count("SWA") == 1
+    assert report.select(0.5, by="swa.loss@8").layers == sorted(
+        sorted(range(4), key=lambda n: report.layers[n]["swa"]["8"]["loss"])[:2]
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+class Killed(BaseException):
+    """What a process that is killed does not see."""
+
+
+@pytest.mark.parametrize(
+    ("how", "methods", "left"),
+    [
+        (Killed, "swa", [2, 3]),
+        (KeyboardInterrupt, "swa", [2, 3]),
+        (KeyboardInterrupt, "swa,hankel", [2, 3, 0, 1, 2, 3]),  # hankel comes first
+    ],
+)
+def test_a_stopped_probe_resumes_to_the_same_numbers(probe, tmp_path, monkeypatch, how, methods, left):
+    words = ["--method", methods]
+    _, whole, _ = probe(*words)
+    folder = tmp_path / "runs" / "source-probe-2"
+    keep = probing_run._Run._keep
+
+    def stop(self, record):
+        keep(self, record)
+        if record["layer"] == 1:
+            raise how
+
+    monkeypatch.setattr(probing_run._Run, "_keep", stop)
+    if how is Killed:
+        with pytest.raises(Killed):
+            probe(*words)
+        with (folder / "layers.jsonl").open("a") as file:
+            file.write('{"layer": 2, "swa": {"8"')  # cut short
+    else:
+        code, _, err = probe(*words)
+        assert code == 130 and "2 of 4 layers" in err and "--resume" in err
+    assert not (folder / "probe.json").exists()
+    again: list[int] = []
+    monkeypatch.setattr(
+        probing_run._Run, "_keep", lambda self, record: (again.append(record["layer"]), keep(self, record))
+    )
+    code, report, err = probe("--resume", "--context", 32, model=False)
+    assert code == 0, err
+    assert "not read again" in err and str(folder) in err
+    assert again == left
+    assert report["report"] == str(folder / "probe.json")
+    assert {**report, "report": None} == {**whole, "report": None}
+
+
+def test_resuming_asks_for_the_same_text_and_a_run_that_is_not_finished(probe, place, tmp_path, monkeypatch):
+    code, _, err = probe("--resume")
+    assert code == 1 and "There is no probe in" in err
+    shutil.copytree(place / "text", tmp_path / "text")
+    monkeypatch.setattr(probing_run, "swept_layers", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert probe("--data", tmp_path / "text")[0] == 130
+    monkeypatch.undo()
+    for path in (tmp_path / "text").iterdir():
+        path.write_text(path.read_text()[7:])
+    code, _, err = probe("--resume", model=False)
+    assert code == 1 and "has changed since" in err
+    shutil.rmtree(tmp_path / "text")
+    shutil.copytree(place / "text", tmp_path / "text")
+    assert probe("--resume", model=False)[0] == 0
+    code, _, err = probe("--resume", model=False)
+    assert code == 2 and "The last probe is finished" in err
+
+
+def test_prime_takes_the_selection(probe, command, place, tmp_path):
+    _, report, _ = probe("--ratio", "0.75", "--layer", "swa")
+    prime = ["prime", "--dry-run", "--context", 32, "--tokens", 2048, "--device", "cpu", "--data", place / "text"]
+    code, plan, err = command(*prime)
+    assert code == 0, err
+    assert plan["source"] == str(place / "source") and f"taking {place / 'source'}" in err
+    assert plan["pattern"] == report["selected"]["pattern"] and not plan["evenly_spaced"]
+    assert "selected by swa" in err and report["report"] in err
+    _, plan, _ = command(*prime, "--ratio", "0.25", "--layer", "gdn")
+    assert plan["converted"] == lowest(report["layers"], 1) and "GDN" in plan["pattern"]
+    _, plan, err = command(*prime, "--layers", "1,2")
+    assert plan["converted"] == [1, 2]
+    other = save_source(tmp_path / "other")
+    _, plan, err = command("prime", other, *prime[1:])
+    assert plan["converted"] == [1, 3] and "No probe of this model" in err
+    (tmp_path / "runs" / "source-probe" / "probe.json").write_text('{"selected": {}}')
+    code, _, err = command("prime", place / "source", *prime[1:])
+    assert code == 1 and "cannot be used" in err
+
+
+def test_task_scores_of_a_model_reach_prime(command, place, tmp_path):
+    table = tmp_path / "tasks.csv"
+    table.write_text("layer_num,recall,rag\n-1,0.9,0.8\n0,0.1,0.2\n1,0.9,0.7\n2,0.5,0.5\n3,0.8,0.9\n")
+    code, report, err = command("probe", "--scores", table)
+    assert code == 0, err
+    assert report["model"] is None and report["selected"]["layers"] == [1, 3]
+    assert report["layers"][2]["score"] == pytest.approx(0.85 - 0.5)
+    _, report, _ = command("probe", place / "source", "--scores", table, "--by", "tasks.recall", "--ratio", "0.25")
+    assert report["selected"]["layers"] == [1] and report["model"] == str(place / "source")
+    _, plan, err = command("prime", place / "source", "--dry-run", "--context", 32, "--device", "cpu")
+    assert plan["converted"] == [1]
+    table.write_text("layer_num,recall\n0,0.1\n1,0.2\n")
+    code, _, err = command("probe", place / "source", "--scores", table)
+    assert code == 1 and "scores 2 layers" in err and "has 4" in err
+
+
+def test_dry_run_says_what_it_takes_and_writes_nothing(command, place, tmp_path):
+    code, plan, err = command("probe", place / "source", "--dry-run", *SMALL, "--window", "4,8")
+    assert code == 0, err
+    assert plan["tokens"] == 4 * 64 and plan["forward_passes"] == 2 + 2 * 2.5
+    assert plan["weight_bytes"] == 4 * sum(
+        x.numel() for x in load_file(place / "source" / "model.safetensors").values()
+    )
+    assert plan["work_bytes"] > 0 and plan["stream_bytes"] == 4 * 64 * 32 * 4 and plan["placement"] == "on cpu"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_default_window_takes_the_bytes_of_a_state():
+    """8 D^2 bytes per query head against 4 D per token and key head."""
+    smol = LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
+    qwen = Qwen3Config(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+    assert state_window(smol) == 384 == 9 * 8 * 64**2 // (3 * 4 * 64)
+    assert state_window(qwen) == 1024
+    assert make_options(smol, "m").windows == (384,)
+    assert make_options(smol, "m", context=256).windows == (64,)
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code", "part"),
+    [
+        (["--context", "5000"], 2, "more than the 2048 positions"),
+        (["--context", "2048"], 1, "No document is as long as one row of 2048 tokens"),
+        (["--window", "64"], 2, "hides nothing of a context of 64"),
+        (["--window", "8,8"], 2, "different sizes"),
+        (["--window", "0"], 2, "at least 1 token"),
+        (["--window", "8,x"], 2, "no list of sizes"),
+        (["--method", "swa,taylor"], 2, "no method 'taylor'"),
+        (["--method", ","], 2, "names no method"),
+        (["--ratio", "1.5"], 1, "ratio"),
+        (["--layer", "rnn"], 1, "no layer kind 'rnn'"),
+        (["--sequences", "0"], 2, "--sequences is 0"),
+        (["--data", "nowhere"], 1, "There is no file or folder"),
+        (["--by", "swa.depth"], 2, "swa has the statistics kl, loss"),
+        (["--by", "beauty"], 2, "no score 'beauty'"),
+        (["--method", "hankel", "--by", "hankel.all.beauty"], 2, "no Hankel statistic 'all.beauty'"),
+        (["--by", "hankel"], 2, "hankel is not measured; add it"),
+        (["--by", "swa@9"], 2, "9 is none of the windows (8)"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_refuses_what_cannot_be(probe, tmp_path, words, exit_code, part):
+    code, report, err = probe(*words)
+    assert (code, report) == (exit_code, None), err
+    assert part in err and "Traceback" not in err
+    assert not list((tmp_path / "runs").glob("*/probe.json"))
+
+
+def test_names_the_file_that_is_no_text(probe, tmp_path):
+    (tmp_path / "bad.txt").write_bytes(b"good \xff bad")
+    code, _, err = probe("--data", tmp_path / "bad.txt")
+    assert code == 1 and "bad.txt is not UTF-8 text (byte 5)" in err
+
+
+def test_names_the_layer_that_is_not_finite(command, place, tmp_path):
+    shutil.copytree(place / "source", tmp_path / "broken")
+    weights = load_file(tmp_path / "broken" / "model.safetensors")
+    weights["model.layers.2.self_attn.k_proj.weight"][0, 0] = float("inf")
+    save_file(weights, tmp_path / "broken" / "model.safetensors", {"format": "pt"})
+    code, _, err = command("probe", tmp_path / "broken", *SMALL, "--data", place / "text")
+    assert code == 1 and "Layer 2 has weights that are not finite numbers (self_attn.k_proj.weight)" in err
+
+
+def test_refuses_models_whose_attention_cannot_be_read(command, place, tmp_path):
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=256)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    code, _, err = command("probe", tmp_path / "gpt2", *SMALL)
+    assert code == 1 and "'gpt2' cannot be converted" in err
+    model, tokenizer = hybridize.load(place / "source", dtype="float32", device="cpu")
+    hybrid = hybridize.convert(model, hybridize.LayerPlan.from_layers(4, [1], "swa"))
+    with pytest.raises(Exception, match="already a hybrid"):
+        hybridize.probe(hybrid, tokenizer, ["text"])
+    with pytest.raises(UsageError, match="no method"):
+        hybridize.probe(model, tokenizer, ["text"], methods=["guess"])

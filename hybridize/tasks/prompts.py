@@ -1,8 +1,8 @@
 """A question about a long text, in a model's own chat form, cut so that it takes exactly so many tokens.
 
-Every candidate is tokenised whole, so the ids are what the tokenizer makes of that text and no seam is left in them. The
-text around what is hidden is cut between words only; that the count comes out even is due to the choice of its first
-word, which is moved until the last one fits.
+Every candidate is tokenised whole, so the ids are what the tokenizer makes of that text and no seam is left in them.
+The text around what is hidden is cut between words only; that the count comes out even is due to the choice of its
+first word, which is moved until the last one fits.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from hybridize.errors import DataError
 
 LEAST_FILLER = 16  # tokens; with less a depth means nothing
-_FIRST_WORDS = 200  # tried as the beginning of the filler; one in two or three fits
+_PLACES, _STEP = 4, 0.382  # of the text that are tried, and how far they are apart
+_ROOMY = 256  # tokens; some cut of so many comes out even, of any ordinary text
 _CHARACTERS = 7  # per token, at first
-_SPARE = 64  # tokens of text beyond what is needed, for the choice of the first word
+_SPARE = 128  # tokens of text beyond what is needed, for the choice of the first word
 _MARK, _REPLY = "hybridize-content", "hybridize-reply"
 _ANSWER = "\n\nAnswer: "  # where a tokenizer has no form of its own for a reply
 
@@ -90,14 +91,14 @@ class Frame:
         if getattr(self.tokenizer, "is_fast", False):
             found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
             spans = found["offset_mapping"]
-        else:  # as if all characters took alike; what is cut by it is counted afterwards
+        else:  # as if every character were as many tokens; what is cut by it is counted afterwards
             share = len(self.ids(text)) / len(text)
-            tokens = {round(place * share): place for place in range(len(text)) if _between_words(text, place)}
-            return {**tokens, round(len(text) * share): len(text)}
-        places, end = {}, 0
+            spans = [(int(n / share), int((n + 1) / share)) for n in range(int(len(text) * share))]
+        places, last, end = {0: 0}, 0, 0
         for token, (start, stop) in enumerate(spans):
-            if start >= end and _between_words(text, start):  # not within a character of several tokens
-                places[token] = start
+            # Not within a character of several tokens, and only once between two words.
+            if start >= end and _between_words(text, start) and not text[last:start].isspace() and last < start:
+                places[token] = last = start
             end = max(end, stop)
         return {**places, len(spans): len(text)}
 
@@ -134,7 +135,7 @@ def _opened(tokenizer: Any) -> str:
 
 def _between_words(text: str, place: int) -> bool:
     """Whether nothing is torn by a cut before this character; scripts from U+2E80 on put no spaces between words."""
-    return place == 0 or text[place] >= "\u2e80" or text[place].isspace() or text[place - 1].isspace()
+    return text[place] >= "\u2e80" or text[place].isspace() or text[place - 1].isspace()
 
 
 class Filler:
@@ -158,26 +159,36 @@ class Filler:
         room = length - len(bare)
         if room < LEAST_FILLER:
             raise TooShort(len(bare) + LEAST_FILLER)
+        for _ in range(_PLACES):
+            if found := self._cut(question, length, room, place):
+                return found
+            place = (place + _STEP) % 1
+        if room < _ROOMY:
+            raise TooShort(length + LEAST_FILLER)
+        raise DataError(
+            f"The text cannot be cut between words to make exactly {length:,} tokens; give other text with --data."
+        )
+
+    def _cut(self, question: Question, length: int, room: int, place: float) -> tuple[list[int], int] | None:
+        """The same with about `room` tokens of the text from `place` on, where that can be cut to fit."""
         text, words = self._text(place, room, length)
         tokens = list(words)
         # Where the text meets the rest, a token more or less is needed. One trial shows how many, and this holds for
         # the next as long as the inner cuts stay; that moves no depth by more than a hundredth or two.
         stay = 1 + room // 256
-        for number, first in enumerate(tokens[:_FIRST_WORDS]):
+        for number, first in enumerate(tokens):
             if number % stay == 0:
                 inner = [(depth, _nearest(tokens, first + depth * room)) for depth, _ in question.hidden]
             tried = set()
             while first + room in words and room not in tried:
                 tried.add(room)
                 cuts = [words[token] for token in (first, *_within(inner, first, first + room), first + room)]
-                pieces = [text[a:b].strip() for a, b in zip(cuts, cuts[1:], strict=False)]
+                pieces = [text[a:b].strip() for a, b in pairwise(cuts)]
                 ids, answer = self.frame.encode(question.content(pieces), question.lead, question.answer)
                 if len(ids) == length:
                     return ids, answer
                 room -= len(ids) - length
-        raise DataError(
-            f"The text cannot be cut between words to make exactly {length:,} tokens; give other text with --data."
-        )
+        return None
 
     def _text(self, place: float, room: int, length: int) -> tuple[str, dict[int, int]]:
         """More than `room` tokens of text, if there are as many, and its words."""
@@ -193,8 +204,8 @@ class Filler:
             size *= 2
         if count < room:
             raise DataError(
-                f"All text together is {count:,} tokens, but an item of {length:,} tokens needs {room:,} of it, and text "
-                "is not repeated; give longer text with --data, or a smaller --context."
+                f"All text together is {count:,} tokens, but an item of {length:,} tokens needs {room:,} of it, and "
+                "text is not repeated; give longer text with --data, or a smaller --context."
             )
         return text, words
 

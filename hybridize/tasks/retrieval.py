@@ -26,21 +26,22 @@ DEPTHS = 5
 _Z = 1.959964  # of a normal distribution, for 95 %
 _TOKENS_PER_PAIR = 64  # of an item of recall
 _COPIED = 6  # words
-_ADJECTIVES = (
-    "amber ancient bitter blue brave bright broken calm clever cold copper crimson curious dark distant dry eager early "
-    "empty faint fierce frozen gentle golden grand green heavy hidden hollow honest humble ivory jolly late lazy little "
-    "lonely loud lucky marble mellow narrow noble pale patient polite proud purple quick quiet rapid rough royal rusty "
-    "scarlet secret sharp silent silver simple sleepy slow smooth solid steady strange sudden sunny swift tall tender "
-    "tiny velvet violet warm white wild winter wooden young"
-).split()
-_NOUNS = (
-    "anchor apple arrow basket beach bell bird boat bottle bridge brush butter camera candle castle chair cherry circle "
-    "clock cloud coin cotton crown desert door dragon eagle engine falcon farmer feather field finger fire flower forest "
-    "fountain garden glass hammer harbor horse island jacket kettle kitchen ladder lake lamp lemon letter lion mirror "
-    "moon mountain needle ocean orange paper pencil piano pillow planet pocket prince rabbit ribbon river rocket saddle "
-    "sailor shadow shoe silk snow spoon spring stone storm summer table teacher temple tiger tower train tree tunnel "
-    "valley village violin wagon wheel window winter wizard"
-).split()
+_COLOURS_AND_SUCH = (
+    "amber ancient bitter blue brave bright broken calm clever cold copper crimson curious dark distant dry eager "
+    "early empty faint fierce frozen gentle golden grand green heavy hidden hollow honest humble ivory jolly late "
+    "lazy little lonely loud lucky marble mellow narrow noble pale patient polite proud purple quick quiet rapid "
+    "rough royal rusty scarlet secret sharp silent silver simple sleepy slow smooth solid steady strange sudden "
+    "sunny swift tall tender tiny velvet violet warm white wild winter wooden young "
+)
+_THINGS = (
+    "anchor apple arrow basket beach bell bird boat bottle bridge brush butter camera candle castle chair cherry "
+    "circle clock cloud coin cotton crown desert door dragon eagle engine falcon farmer feather field finger fire "
+    "flower forest fountain garden glass hammer harbor horse island jacket kettle kitchen ladder lake lamp lemon "
+    "letter lion mirror moon mountain needle ocean orange paper pencil piano pillow planet pocket prince rabbit "
+    "ribbon river rocket saddle sailor shadow shoe silk snow spoon spring stone storm summer table teacher temple "
+    "tiger tower train tree tunnel valley village violin wagon wheel window winter wizard "
+)
+_ADJECTIVES, _NOUNS = _COLOURS_AND_SUCH.split(), _THINGS.split()
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,13 +207,15 @@ def summary(items: Sequence[Item], log_probability: Tensor, right: Tensor) -> di
 
     result: dict[str, Any] = {}
     for task in dict.fromkeys(item.task for item in items):
-        lengths = sorted({item.length for item in items if item.task == task})
-        depths = sorted({item.depth for item in items if item.task == task})
+        made = sorted({(item.length, item.depth) for item in items if item.task == task})
+        by_cell: dict[str, dict[str, Any]] = {}
+        for length, depth in made:
+            by_cell.setdefault(str(length), {})[f"{depth:g}"] = of(task, length, depth)
         result[task] = {
             **of(task),
-            "by_length": {str(length): of(task, length) for length in lengths},
-            "by_depth": {f"{depth:g}": of(task, depth=depth) for depth in depths},
-            "cells": {str(length): {f"{depth:g}": of(task, length, depth) for depth in depths} for length in lengths},
+            "by_length": {str(length): of(task, length) for length in sorted({length for length, _ in made})},
+            "by_depth": {f"{depth:g}": of(task, depth=depth) for depth in sorted({depth for _, depth in made})},
+            "cells": by_cell,
         }
     return result
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from hybrid_cases import VOCAB, hybrid, source
 
-from hybridize.tasks.retrieval import Item, measure, summary, wilson
+from hybridize.builtin import builtin_text, open_builtin
+from hybridize.tasks.retrieval import TASKS, Item, make_items, measure, summary, wilson
 
 
 class Oracle:
@@ -122,3 +123,16 @@ def test_summary_by_hand():
 )
 def test_wilson_interval_of_published_values(right, count, low, high):
     assert wilson(right, count) == pytest.approx([low, high], abs=1e-4)
+
+
+def test_the_built_in_model_finds_what_is_hidden():
+    """Chance is one in 100,000 for a pass key, and less than 1e-12 for six words."""
+    built_in = open_builtin()
+    filler = [document.text for document in builtin_text("held-out")]
+    items = make_items(built_in.tokenizer, filler, lengths=(192,), depths=3, per_cell=2)
+    model = built_in.load(torch.float32, torch.device("cpu"))
+    found = summary(items, *measure(model, items, 192))
+    assert "<|im_start|>assistant\nThe pass key is" in built_in.tokenizer.decode(items[0].ids)
+    assert found["passkey"]["accuracy"] > 0.5
+    assert found["passkey"]["log_probability"] > -0.5
+    assert all(-2 < found[task]["log_probability"] < 0 for task in TASKS)

@@ -12,9 +12,9 @@ from hybridize.console import Console, duration, size
 from hybridize.mixers.base import geometry
 from hybridize.probing.options import ProbeOptions
 from hybridize.probing.swa_proxy import LOGITS
+from hybridize.tasks.retrieval import DEPTHS
 from hybridize.tasks.scored import SCORED_PER_ROW
 
-DEPTHS = 5  # of retrieval items
 _EFFICIENCY = {"cpu": 0.9}  # of a forward pass beside one large product of matrices; elsewhere a half
 _SLACK = 1.25  # for what an allocator keeps between uses
 _ROOM = 0.95  # of the free memory that may be filled

@@ -17,6 +17,7 @@ from hybridize.probing.named import NamedScore
 from hybridize.probing.windowed import SINKS
 from hybridize.sources import Source
 
+SHORTEST_ITEM = 128  # tokens of a retrieval item: the question alone takes about 100
 METHODS = ("swa", "hankel", "retrieval")
 RUN_FILE, LAYERS_FILE, REPORT_FILE = "run.json", "layers.jsonl", "probe.json"
 
@@ -55,8 +56,9 @@ class ProbeOptions:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of the retrieval items: a quarter, a half and the whole of the context."""
-        return tuple(self.context // share for share in (4, 2, 1))
+        """Tokens of the retrieval items: a quarter, a half and the whole of the context, and enough for a question."""
+        least = min(self.context, SHORTEST_ITEM)
+        return tuple(sorted({max(least, self.context // share) for share in (4, 2, 1)}))
 
 
 def state_window(config: Any) -> int:

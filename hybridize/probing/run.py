@@ -180,7 +180,7 @@ class _Run:
                 self._hankel(model, rows)
             if items:
                 with self.console.progress("Retrieval of the model", len(items), "item") as tracker:
-                    found = measure(model, items, max(1, at_once // options.context), tracker.advance)
+                    found = measure(model, items, at_once, tracker.advance)
                 report.retrieval = summary(items, *found)
             if batches:
                 report.base = self._sweep(model, batches)

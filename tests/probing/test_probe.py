@@ -15,6 +15,7 @@ from hybridize.errors import UsageError
 from hybridize.probing import run as probing_run
 from hybridize.probing.options import make_options, state_window
 from hybridize.probing.swa_proxy import Sweep, windows
+from hybridize.tasks.retrieval import TASKS
 from hybridize.tasks.scored import score_text
 from hybridize.tasks.text import first_rows, read_documents
 from hybridize.workspace import Workspace
@@ -109,6 +110,26 @@ def test_selects_by_any_score(probe, by):
         "hankel.no_sinks.rank": first["hankel"]["no_sinks"]["rank"]["mean"],
     }
     assert first["score"] == want[by]
+
+
+def test_reports_retrieval_by_layer_and_of_the_model(command, place):
+    words = ["--context", 1800, "--items", 1, "--method", "retrieval", "--window", "64", "--device", "cpu"]
+    code, report, err = command("probe", place / "source", *words, "--data", place / "text", "--ratio", "0.25")
+    assert code == 0, err
+    assert set(report["retrieval"]) == set(report["base"]) == set(TASKS)
+    for task, found in report["retrieval"].items():
+        base = report["base"][task]
+        assert found["items"] == base["rows"] == 15 and found["accuracy"] == pytest.approx(base["accuracy"])
+        assert list(found["cells"]) == ["450", "900", "1800"] and len(found["by_depth"]) == 5
+        low, high = found["log_probability_ci"]
+        assert low < found["log_probability"] < high < 0
+    for layer in report["layers"]:
+        part = layer["retrieval"]["64"]
+        assert layer["score"] == part["loss"] == pytest.approx(sum(t["loss"] for t in part["tasks"].values()) / 3)
+        for task, effect in part["tasks"].items():
+            assert effect["log_probability"] == pytest.approx(-report["base"][task]["loss"] - effect["loss"])
+    assert report["selected"]["by"] == "retrieval"
+    assert report["selected"]["layers"] == lowest(report["layers"], 1)
 
 
 def test_a_loaded_model_and_texts_leave_no_files(place, tmp_path, monkeypatch):
@@ -245,6 +266,13 @@ def test_the_default_window_takes_the_bytes_of_a_state():
     assert make_options(smol, "m", context=256).windows == (64,)
 
 
+def test_retrieval_items_are_never_too_short_for_a_question():
+    smol = LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
+    lengths = lambda context: make_options(smol, "m", context=context).lengths
+    assert lengths(2048) == (512, 1024, 2048)
+    assert (lengths(256), lengths(300), lengths(64)) == ((128, 256), (128, 150, 300), (64,))
+
+
 @pytest.mark.parametrize(
     ("words", "exit_code", "part"),
     [
@@ -260,6 +288,7 @@ def test_the_default_window_takes_the_bytes_of_a_state():
         (["--layer", "rnn"], 1, "no layer kind 'rnn'"),
         (["--sequences", "0"], 2, "--sequences is 0"),
         (["--data", "nowhere"], 1, "There is no file or folder"),
+        (["--method", "retrieval"], 1, "Items of 64 tokens are too short for the passkey task"),
         (["--by", "swa.depth"], 2, "swa has the statistics kl, loss"),
         (["--by", "beauty"], 2, "no score 'beauty'"),
         (["--method", "hankel", "--by", "hankel.all.beauty"], 2, "no Hankel statistic 'all.beauty'"),

@@ -79,6 +79,8 @@ def command(
     from hybridize.probing.show import show_report
     from hybridize.probing.windowed import SINKS
 
+    if dry_run and scores is not None:
+        raise typer.BadParameter("--scores measures nothing, so there is no plan to show; leave --dry-run out.")
     console = Console(json=json, quiet=quiet)
     if resume and (given := options.given(ctx)):
         console.note(f"A resumed probe keeps the settings it began with; not read again: {', '.join(given)}.")

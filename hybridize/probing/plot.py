@@ -79,7 +79,7 @@ def _draw_panel(axis: Any, panel: _Panel, converted: list[int]) -> None:
         axis.plot(values, marker=".", linewidth=1, label=label)
     axis.axhline(0, color="black", linewidth=0.5)
     axis.set_title(panel.title, fontsize="small", loc="left")
-    axis.legend(fontsize="x-small")
+    axis.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _suffix(path: Path) -> str:

@@ -6,7 +6,7 @@ from math import floor, log10
 from typing import Any
 
 from hybridize.console import Console, bar, size
-from hybridize.hybrid.plan import LayerPlan
+from hybridize.hybrid.plan import TOKENS
 from hybridize.probing.named import NamedScore, main_scores, parse_scores
 from hybridize.probing.report import ProbeReport
 
@@ -19,22 +19,26 @@ def show_report(console: Console, report: ProbeReport) -> None:
     console.report(
         {
             **_base(report),
+            "selected by": report.by,
             "converted layers": f"{len(layers)} of {report.num_layers}: {', '.join(map(str, layers))}",
             "pattern": selected["pattern"],
             "sum of their scores": f"{selected['score']:.4g}; of evenly spaced layers {uniform['score']:.4g} "
             "(a rough guide: layers interact)",
+            **_state(report.buys),
         }
     )
     if report.buys is not None:
-        _show_buys(console, report.buys)
+        _show_caches(console, report.buys)
 
 
 def _layers(report: ProbeReport) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of the table of layers; a number that is the score itself is not shown again."""
     used = parse_scores(report.by, report.windows, report.methods)
-    others = {t: s for t, s in main_scores(report.windows, report.methods).items() if [s] != used}
+    others = main_scores(report.windows, report.methods)
+    title = next((title for title, score in others.items() if [score] == used), report.by)
+    others.pop(title, None)
     scores = [layer["score"] for layer in report.layers]
-    kinds = LayerPlan.from_pattern(str(report.select())).kinds
+    kinds = report.select().kinds
     columns = [
         [str(layer["layer"]).rjust(len(str(report.num_layers - 1))) for layer in report.layers],
         [bar(share) for share in shares(scores)],
@@ -43,7 +47,7 @@ def _layers(report: ProbeReport) -> tuple[list[str], list[list[str]]]:
         [_fate(kind, number in report.keep) for number, kind in enumerate(kinds)],
     ]
     rows = [list(row) for row in zip(*columns, strict=True)]
-    return ["layer", "", f"score: {report.by}", *others, "becomes"], rows
+    return ["layer", "", f"score: {title}", *others, "becomes"], rows
 
 
 def shares(scores: list[float]) -> list[float]:
@@ -66,7 +70,7 @@ def _aligned(values: list[float], signed: bool = False) -> list[str]:
 
 
 def _fate(kind: str | None, kept: bool) -> str:
-    return kind.upper() if kind else "attention (kept)" if kept else "attention"
+    return TOKENS[kind] if kind else "attention (kept)" if kept else "attention"
 
 
 def _base(report: ProbeReport) -> dict[str, str]:
@@ -80,13 +84,17 @@ def _base(report: ProbeReport) -> dict[str, str]:
     }
 
 
-def _show_buys(console: Console, buys: dict[str, Any]) -> None:
-    console.report(
-        {
-            "state per sequence": size(buys["state_bytes_per_sequence"]),
-            "cache smaller from": f"{buys['smaller_from_tokens']:,} tokens",
-        }
-    )
+def _state(buys: dict[str, Any] | None) -> dict[str, str]:
+    if buys is None:
+        return {}
+    return {
+        "state per sequence": size(buys["state_bytes_per_sequence"]),
+        "cache smaller from": f"{buys['smaller_from_tokens']:,} tokens",
+    }
+
+
+def _show_caches(console: Console, buys: dict[str, Any]) -> None:
+    """What a sequence takes in the source and in the hybrid, at several lengths."""
     rows = [
         [
             f"{at['tokens'] // 1024}K",

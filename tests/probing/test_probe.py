@@ -4,13 +4,12 @@ import json
 import shutil
 
 import pytest
-import torch
-from priming_case import save_source, save_text
+from priming_case import save_source
+from probing_case import SMALL
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, Qwen3Config
 
 import hybridize
-from hybridize.cli import main
 from hybridize.errors import UsageError
 from hybridize.probing import run as probing_run
 from hybridize.probing.options import make_options, state_window
@@ -18,37 +17,6 @@ from hybridize.probing.swa_proxy import Sweep, windows
 from hybridize.tasks.scored import score_text
 from hybridize.tasks.text import first_rows, read_documents
 from hybridize.workspace import Workspace
-
-SMALL = ["--context", "64", "--sequences", "4", "--window", "8", "--device", "cpu"]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("probe")
-    save_source(folder / "source")
-    save_text(folder / "text")
-    return folder
-
-
-@pytest.fixture
-def command(place, tmp_path, capfd):
-    """Run a command in a workspace of its own; returns (exit code, parsed JSON or None, stderr)."""
-
-    def run(*words):
-        code = main([*map(str, words), "--workspace", str(tmp_path / "runs"), "--json"])
-        out, err = capfd.readouterr()
-        return code, json.loads(out) if out.strip() else None, err
-
-    return run
-
-
-@pytest.fixture
-def probe(command, place):
-    def run(*words, model=True):
-        return command("probe", *([place / "source"] if model else []), *SMALL, "--data", place / "text", *words)
-
-    return run
 
 
 def lowest(layers, count):

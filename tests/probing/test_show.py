@@ -40,7 +40,7 @@ def test_one_row_per_layer_with_all_numbers(capsys):
         lost = kl(number)
         want = [lost, lost / 2, lost - 0.001, 9 - number, 2 * lost, lost, 0.75 - lost]
         assert [float(x) for x in numbers] == pytest.approx(want, abs=5e-5)
-        assert len(blocks) == pytest.approx(20 * lost / kl(1), abs=1)
+        assert len(blocks) == pytest.approx(20 * lost / kl(4), abs=1)
         selected = number in report.select().layers
         assert fate == ("GKA" if selected else "attention (kept)" if number == 3 else "attention")
     assert "loss of the model" in text and "prose 2.500 nats per token" in text and "passkey 75%" in text

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+_BLOCKS = "▏▎▍▌▋▊▉█"  # one to eight eighths of a character
 LINE_INTERVAL = 10.0  # seconds between progress lines where stderr is not a terminal
 
 
@@ -207,6 +208,16 @@ def size(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def bar(share: float, width: int = 20) -> str:
+    """A bar that fills `share`, from 0 to 1, of `width` characters; of # where stdout's encoding has no blocks."""
+    filled, eighths = divmod(round(8 * width * min(max(share, 0.0), 1.0)), 8)
+    try:
+        _BLOCKS.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return "#" * round(filled + eighths / 8)
+    return _BLOCKS[-1] * filled + (_BLOCKS[eighths - 1] if eighths else "")
 
 
 def show(value: Any) -> str:

@@ -56,6 +56,15 @@ class Source:
         with _explained(self.name, "its tokenizer cannot be loaded"):
             return AutoTokenizer.from_pretrained(self.path, **extra)
 
+    @property
+    def stored_dtype(self) -> "torch.dtype":
+        """The number format that its config names; else bfloat16, as for a GGUF file, which holds no more than that."""
+        import torch
+
+        own = getattr(self.config, "dtype", None)
+        own = getattr(torch, own, None) if isinstance(own, str) else own
+        return own if isinstance(own, torch.dtype) and not self.gguf else torch.bfloat16
+
     def load(
         self,
         dtype: "str | torch.dtype | None" = None,

@@ -81,13 +81,13 @@ def _bad_index(path: Path, what: str) -> WorkspaceError:
     return WorkspaceError(f"{path} {what}; move it away (the runs themselves are untouched), or use --workspace.")
 
 
-def write_text(path: Path, text: str) -> None:
+def write_bytes(path: Path, data: bytes) -> None:
     """Replace a file in one step, so that a reader or a crash sees the old content or the new, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(name, 0o666 & ~_umask())
@@ -99,8 +99,13 @@ def write_text(path: Path, text: str) -> None:
     _sync_folder(path.parent)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write text as UTF-8 in one step; see write_bytes."""
+    write_bytes(path, text.encode("utf-8"))
+
+
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write JSON in one step; see write_text."""
+    """Write JSON in one step; see write_bytes."""
     write_text(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -131,10 +136,22 @@ def atomic_folder(final: str | Path) -> Iterator[Path]:
     _sync_folder(final.parent)
 
 
-def refuse_existing(path: Path) -> None:
+def refuse_existing(path: Path, option: str = "--output") -> None:
     """Raise WorkspaceError when something is at this path already, be it a broken link."""
     if os.path.lexists(path):
-        raise WorkspaceError(f"{path} exists already and is left as it is; choose another --output, or move it away.")
+        raise WorkspaceError(f"{path} exists already and is left as it is; choose another {option}, or move it away.")
+
+
+def check_place(path: Path, option: str = "--output") -> None:
+    """WorkspaceError when something is at this path or nothing can be made there, said before the work."""
+    refuse_existing(path, option)
+    parent = path.parent
+    while not os.path.lexists(parent):
+        parent = parent.parent
+    if not parent.is_dir():
+        raise WorkspaceError(f"{path} cannot be made, because {parent} is not a folder; choose another {option}.")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise WorkspaceError(f"{path} cannot be made, because {parent} cannot be written to; choose another {option}.")
 
 
 def check_disk_space(path: str | Path, needed: int) -> None:

@@ -20,6 +20,16 @@ def one_of(*names: str) -> Callable[[str | None], str | None]:
     return check
 
 
+def integers(option: str, text: str | None, example: str) -> list[int] | None:
+    """The numbers of '1,3,5'; None for an option that was not given."""
+    if text is None:
+        return None
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{option} {text!r} is no list of numbers such as {example}.") from None
+
+
 def _device(value: str | None) -> str | None:
     kind, colon, index = (value or "cpu").partition(":")
     if kind not in ("cpu", "cuda", "mps") or (colon and not index.isdigit()):
@@ -65,7 +75,9 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue the last run of
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, and write nothing.")]
 Data = Annotated[str, typer.Option("--data", help="A text file, a JSONL file, a folder of them, or builtin.")]
 Layer = Annotated[str, typer.Option("--layer", help="What a layer becomes: gka, gdn, mamba2 or swa.")]
-Plot = Annotated[Path | None, typer.Option("--plot", dir_okay=False, help="Draw the result into this file.")]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", dir_okay=False, help="Draw the result into this .png, .svg or .pdf file.")
+]
 
 
 def given(ctx: typer.Context) -> list[str]:

@@ -9,15 +9,6 @@ import typer
 from hybridize.commands import options
 
 
-def _numbers(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is no list of layers such as 1,3,5.") from None
-
-
 def command(
     ctx: typer.Context,
     model: options.Model = None,
@@ -95,7 +86,7 @@ def command(
     report = prime(
         model,
         ratio=ratio,
-        layers=_numbers(layers),
+        layers=options.integers("--layers", layers, "1,3,5"),
         pattern=pattern,
         layer=layer,
         stages=[stage.strip() for stage in stages.split(",")],

@@ -12,15 +12,6 @@ def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def _sizes(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    try:
-        return [int(word) for word in _words(text)]
-    except ValueError:
-        raise typer.BadParameter(f"--window {text!r} is no list of sizes such as 64,512.") from None
-
-
 def command(
     ctx: typer.Context,
     model: options.Model = None,
@@ -42,9 +33,18 @@ def command(
     sequences: Annotated[int, typer.Option("--sequences", help="Rows of text.")] = 8,
     items: Annotated[int, typer.Option("--items", help="Retrieval items for each task, length and depth.")] = 20,
     data: options.Data = "builtin",
-    ratio: Annotated[float, typer.Option("--ratio", help="Share of layers to select, above 0 to 1.")] = 0.5,
+    ratio: Annotated[
+        float | None, typer.Option("--ratio", help="Share of layers to select, above 0 to 1. Default: 0.5.")
+    ] = None,
+    count: Annotated[int | None, typer.Option("--count", help="Layers to select, instead of --ratio.")] = None,
+    keep: Annotated[str | None, typer.Option("--keep", help="Layers that stay attention, from 0: 0,1,29.")] = None,
     by: Annotated[
-        str | None, typer.Option("--by", help="The score that selects: a method, or more of it. Default: the first.")
+        str | None,
+        typer.Option(
+            "--by",
+            help="The score that selects: a method, or more of it, such as swa.loss@64; of several, such as "
+            "swa+hankel, the mean of a layer's ranks. Default: the first method.",
+        ),
     ] = None,
     scores: Annotated[
         Path | None,
@@ -70,35 +70,45 @@ def command(
     Examples:
       hybridize probe Qwen/Qwen3-8B --ratio 0.5
       hybridize probe ./model --method swa,hankel --window 64,512 --context 4096 --data texts/ --plot scores.png
-      hybridize probe --scores importance.csv --ratio 0.5
+      hybridize probe --scores importance.csv --count 18 --keep 0,35
     """
     from hybridize.console import Console
     from hybridize.probing.estimate import show_plan
+    from hybridize.probing.plot import check_plot, draw
     from hybridize.probing.run import plan_probe, probe
+    from hybridize.probing.show import show_report
     from hybridize.probing.windowed import SINKS
 
+    if dry_run and scores is not None:
+        raise typer.BadParameter("--scores measures nothing, so there is no plan to show; leave --dry-run out.")
     console = Console(json=json, quiet=quiet)
     if resume and (given := options.given(ctx)):
         console.note(f"A resumed probe keeps the settings it began with; not read again: {', '.join(given)}.")
     settings: dict[str, Any] = {
         "methods": _words(method),
-        "windows": _sizes(window),
+        "windows": options.integers("--window", window, "64,512"),
         "sinks": SINKS if sinks else 0,
         "context": context,
         "sequences": sequences,
         "items": items,
         "data": data,
         "ratio": ratio,
+        "count": count,
+        "keep": options.integers("--keep", keep, "0,1,29") or [],
         "by": by,
         "layer": layer,
         "seed": seed,
         "dtype": dtype,
     }
     common: dict[str, Any] = {"device": device, "workspace": workspace, "console": console, "revision": revision}
+    if plot is not None:
+        check_plot(plot)
     if dry_run:
         plan = plan_probe(model, **common, **settings)
         console.result(plan, lambda: show_plan(console, plan))
         return
     report = probe(model, scores=scores, resume=resume, **common, **settings)
-    data_of = report.to_dict()
-    console.result(data_of)
+    if plot is not None:
+        draw(report, plot)
+        console.note(f"The scores are drawn in {plot}.")
+    console.result(report.to_dict(), lambda: show_report(console, report))

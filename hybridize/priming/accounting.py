@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
 from typing import Any
 
 import torch
 
 from hybridize.errors import ConversionError
-from hybridize.hybrid.model import convert, mixers
+from hybridize.hybrid.memory import CacheBytes, on_meta
+from hybridize.hybrid.model import mixers
 from hybridize.hybrid.plan import LayerPlan
-from hybridize.mixers.base import geometry
 
 
 @dataclass(frozen=True)
@@ -27,10 +26,7 @@ class Accounting:
     trained_parameters: int
     checkpoint_bytes: int
     training_bytes: int
-    state_bytes: int
-    source_kv_bytes: int
-    hybrid_kv_bytes: int
-    smaller_from: int
+    cache: CacheBytes
 
     def summary(self) -> dict[str, Any]:
         """Counts and sizes, for the report."""
@@ -46,12 +42,7 @@ class Accounting:
             "trained_parameters": self.trained_parameters,
             "checkpoint_bytes": self.checkpoint_bytes,
             "training_bytes": self.training_bytes,
-            "cache": {
-                "state_bytes_per_sequence": self.state_bytes,
-                "source_bytes_per_token": self.source_kv_bytes,
-                "hybrid_bytes_per_token": self.hybrid_kv_bytes,
-                "smaller_from_tokens": self.smaller_from,
-            },
+            "cache": self.cache.summary(),
         }
 
 
@@ -60,11 +51,7 @@ def account(config: Any, plan: LayerPlan, dtype: torch.dtype, solves: bool, sett
 
     `solves`: whether stage init solves the output projections. Raises ConversionError when a tensor is left over.
     """
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        source = AutoModelForCausalLM.from_config(config)
-    hybrid = convert(source, plan, share=True, **settings)
+    source, hybrid = on_meta(config, plan, settings)
     theirs, ours = set(source.state_dict()), hybrid.state_dict()
     if lost := sorted(theirs - set(ours)):
         raise ConversionError(f"{len(lost)} source tensors would be left over, the first is {lost[0]}.")
@@ -74,10 +61,6 @@ def account(config: Any, plan: LayerPlan, dtype: torch.dtype, solves: bool, sett
     new = sorted(set(ours) - theirs)
     trained = sum(p.numel() for mixer in own.values() for p in mixer.parameters())
     parameters = sum(p.numel() for p in hybrid.parameters())
-    kept = len(plan.kinds) - len(own)
-    _, kv_heads, head_dim = geometry(config)
-    kv = 2 * kv_heads * head_dim * dtype.itemsize
-    state = sum(mixer.state_bytes(dtype) for mixer in own.values())
     return Accounting(
         copied=sorted(theirs - solved),
         transformed=sorted(solved),
@@ -89,8 +72,5 @@ def account(config: Any, plan: LayerPlan, dtype: torch.dtype, solves: bool, sett
         checkpoint_bytes=sum(p.numel() * dtype.itemsize for p in hybrid.parameters()),
         # fp32: the source, the mixers' own copies, and for those a gradient and two moments
         training_bytes=4 * (sum(p.numel() for p in source.parameters()) + 4 * trained),
-        state_bytes=state,
-        source_kv_bytes=kv * len(plan.kinds),
-        hybrid_kv_bytes=kv * kept,
-        smaller_from=ceil(state / (kv * len(own))) if own else 0,
+        cache=CacheBytes.of(hybrid, dtype),
     )

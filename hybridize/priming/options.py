@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hybridize.builtin import BUILTIN, model_name
-from hybridize.errors import CheckpointError, UsageError, WorkspaceError
+from hybridize.errors import CheckpointError, UsageError
 from hybridize.hybrid.plan import LayerPlan, check_kind
 from hybridize.mixers import MIXERS
 from hybridize.mixers.base import geometry
@@ -100,6 +100,11 @@ def _selected(probe: Path, count: int, ratio: float | None, layer: str | None) -
         chosen, selections = report["selected"], report["selections"]
         ratio = chosen["ratio"] if ratio is None else ratio
         size = len(LayerPlan.evenly_spaced(count, ratio, "gka").layers)
+        if size > count - len(kept := chosen["keep"]):
+            raise UsageError(
+                f"--ratio {ratio} converts {size} of {count} layers, but the probe {probe} was told to keep "
+                f"{', '.join(map(str, kept))}; give a smaller --ratio, or --layers."
+            )
         plan = LayerPlan.from_layers(count, selections[size - 1], layer or chosen["kind"])
         return plan, f"selected by {chosen['by']} in {probe}"
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
@@ -179,17 +184,6 @@ def check_settings(plan: LayerPlan, settings: dict[str, Any]) -> None:
                 raise UsageError(f"The setting {name} is {value}, which is too small or too large.")
 
 
-def check_place(path: Path) -> None:
-    """WorkspaceError when no folder can be made at this path, said before the work and not after it."""
-    parent = path.parent
-    while not os.path.lexists(parent):
-        parent = parent.parent
-    if not parent.is_dir():
-        raise WorkspaceError(f"{path} cannot be made, because {parent} is not a folder; choose another --output.")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise WorkspaceError(f"{path} cannot be made, because {parent} cannot be written to; choose another --output.")
-
-
 def last_run(place: Workspace, model: str | os.PathLike[str] | None) -> tuple[Path, PrimeOptions]:
     entry = place.last("prime-run")
     if entry is None:
@@ -209,11 +203,7 @@ def output_dtype(source: Source, name: str | None) -> torch.dtype:
     if name is not None:
         dtype: torch.dtype = getattr(torch, name)
         return dtype
-    own = getattr(source.config, "dtype", None)
-    own = getattr(torch, own, None) if isinstance(own, str) else own
-    if isinstance(own, torch.dtype) and not source.gguf:
-        return own
-    return torch.bfloat16  # a dequantised GGUF holds no more than that
+    return source.stored_dtype
 
 
 def describe(options: PrimeOptions, source: Source) -> dict[str, Any]:

@@ -34,7 +34,6 @@ from hybridize.priming.options import (
     SPACED,
     STAGES,
     PrimeOptions,
-    check_place,
     check_settings,
     choose_layers,
     describe,
@@ -47,7 +46,7 @@ from hybridize.priming.transfer import StartOptions, fit_start
 from hybridize.sources import Source
 from hybridize.tasks.perplexity import mean_loss
 from hybridize.tasks.text import TextSplit, prepare, read_documents
-from hybridize.workspace import Workspace, atomic_folder, check_disk_space, refuse_existing, write_json, write_text
+from hybridize.workspace import Workspace, atomic_folder, check_disk_space, check_place, write_json, write_text
 
 _CHECKPOINT, _LOG = "checkpoint.pt", "log.jsonl"
 _WEIGHTS = (".safetensors", ".bin", ".index.json", ".gguf", ".pt", ".pth", ".h5", ".msgpack")
@@ -137,7 +136,6 @@ def prime(
     check_settings(plan, options.settings)
     accounting = account(source.config, plan, number, solves, options.settings)
     final = Path(options.output)
-    refuse_existing(final)
     check_place(final)
     if dry_run:
         return {"dry_run": True, **describe(options, source), **accounting.summary(), "output": str(final)}

@@ -8,6 +8,7 @@ from typing import Any
 
 from hybridize.errors import UsageError
 from hybridize.probing.hankel import DEFAULT_SCORE, hankel_score
+from hybridize.probing.select import mean_ranks
 
 # method -> its statistics, the default first; those of hankel and of tasks depend on what was measured
 _STATISTICS = {
@@ -48,11 +49,41 @@ class NamedScore:
 
     def read(self, layer: dict[str, Any]) -> float:
         """The score in a layer's results: more is lost where it is higher. UsageError for a name unknown there."""
+        falls = self.statistic == "accuracy" or (self.method == "tasks" and self.statistic != "loss")
+        return -self.value(layer) if falls else self.value(layer)
+
+    def value(self, layer: dict[str, Any]) -> float:
+        """The number as it was measured: of an accuracy or a task, a higher one is better."""
         if self.method == "hankel":
             return hankel_score(layer["hankel"], self.statistic)
         found = layer[self.method] if self.window is None else layer[self.method][self.window]
         if self.statistic not in found:
             raise UsageError(f"There is no score {self.statistic!r} among {', '.join(found)}.")
-        falls = self.statistic == "accuracy" or (self.method == "tasks" and self.statistic != "loss")
         value: float = found[self.statistic]
-        return -value if falls else value
+        return value
+
+
+def parse_scores(by: str, windows: Sequence[int], methods: Sequence[str]) -> list[NamedScore]:
+    """The scores that 'swa+hankel' combines, or the only one; see NamedScore.parse."""
+    return [NamedScore.parse(name.strip(), windows, methods) for name in by.split("+")]
+
+
+def layer_scores(scores: Sequence[NamedScore], layers: Sequence[dict[str, Any]]) -> list[float]:
+    """One number per layer: the score, or of several the mean of the layer's ranks, since their units differ."""
+    columns = [[score.read(layer) for layer in layers] for score in scores]
+    return columns[0] if len(columns) == 1 else mean_ranks(columns)
+
+
+def main_scores(windows: Sequence[int], methods: Sequence[str]) -> dict[str, NamedScore]:
+    """Title -> score: what a person sees of each method, the method's own score first."""
+    names: dict[str, str] = {}
+    for method in methods:
+        if method == "swa":
+            names |= {f"KL @{window}": f"swa@{window}" for window in windows}
+            names[f"loss @{windows[0]}"] = "swa.loss"
+        elif method == "retrieval":
+            names |= {f"answer loss @{window}": f"retrieval@{window}" for window in windows}
+            names[f"accuracy @{windows[0]}"] = "retrieval.accuracy"
+        else:
+            names[method] = method
+    return {title: NamedScore.parse(name, windows, methods) for title, name in names.items()}

@@ -11,9 +11,10 @@ from typing import Any
 
 from hybridize.builtin import BUILTIN, model_name
 from hybridize.errors import CheckpointError, UsageError
-from hybridize.hybrid.plan import LayerPlan, check_kind
+from hybridize.hybrid.plan import check_kind
 from hybridize.mixers.base import geometry
-from hybridize.probing.named import NamedScore
+from hybridize.probing.named import parse_scores
+from hybridize.probing.select import share_of
 from hybridize.probing.windowed import SINKS
 from hybridize.sources import Source
 
@@ -27,7 +28,7 @@ class ProbeOptions:
     """Everything that decides a probe's result; kept in its run.json.
 
     windows: of the SWA proxy and of retrieval, the first one gives the scores; sequences: rows of text; items: of
-    retrieval, for each task, length and depth; by: the score that selects.
+    retrieval, for each task, length and depth; by: the score that selects; keep: layers that stay attention.
     """
 
     model: str
@@ -40,6 +41,7 @@ class ProbeOptions:
     items: int
     data: str
     ratio: float
+    keep: tuple[int, ...]
     by: str
     layer: str
     seed: int
@@ -50,7 +52,7 @@ class ProbeOptions:
         """Options from a run.json; CheckpointError when the file is damaged."""
         try:
             raw = json.loads(path.read_text("utf-8"))["options"]
-            return ProbeOptions(**{**raw, "methods": tuple(raw["methods"]), "windows": tuple(raw["windows"])})
+            return ProbeOptions(**{**raw, **{name: tuple(raw[name]) for name in ("methods", "windows", "keep")}})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}); start the probe without --resume.") from None
 
@@ -83,7 +85,9 @@ def make_options(
     sequences: int = 8,
     items: int = 20,
     data: str | os.PathLike[str] = BUILTIN,
-    ratio: float = 0.5,
+    ratio: float | None = None,
+    count: int | None = None,
+    keep: Sequence[int] = (),
     by: str | None = None,
     layer: str = "gka",
     seed: int = 0,
@@ -112,9 +116,8 @@ def make_options(
     if min(windows) >= context:
         raise UsageError(f"--window {min(windows)} hides nothing of a context of {context} tokens; give a smaller one.")
     methods = tuple(method for method in METHODS if method in methods)
-    NamedScore.parse(by or methods[0], windows, methods)
+    parse_scores(by or methods[0], windows, methods)
     check_kind(layer)
-    LayerPlan.evenly_spaced(config.num_hidden_layers, ratio, layer)  # checks the ratio
     return ProbeOptions(
         model=name,
         revision=revision,
@@ -125,7 +128,8 @@ def make_options(
         sequences=sequences,
         items=items,
         data=BUILTIN if data == BUILTIN else str(Path(data).expanduser().absolute()),
-        ratio=ratio,
+        ratio=share_of(config.num_hidden_layers, ratio, count, keep),
+        keep=tuple(sorted(keep)),
         by=by or methods[0],
         layer=layer,
         seed=seed,

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import fsum
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from hybridize.hybrid.memory import CacheBytes, on_meta
 from hybridize.hybrid.plan import LayerPlan
-from hybridize.probing.named import NamedScore
+from hybridize.probing.named import layer_scores, parse_scores
 from hybridize.probing.options import ProbeOptions
 from hybridize.probing.scores import TaskScores
+from hybridize.probing.select import evenly_spaced, how_many, lowest
 from hybridize.workspace import write_json
 
 FORMAT = 1
+CONTEXTS = tuple(1024 * thousands for thousands in (32, 128, 256))  # tokens at which caches are compared
 Layers = list[dict[str, Any]]
 
 
@@ -21,7 +28,7 @@ class ProbeReport:
     """What was measured, and what is selected. layers[l] holds "layer", a part per method, and "score".
 
     A higher score means that more is lost when this layer stops being attention. base: the unchanged model's loss and
-    accuracy by group; retrieval: its accuracy by task, length and depth.
+    accuracy by group; retrieval: its accuracy by task, length and depth; buys: see `weigh`.
     """
 
     model: str | None
@@ -29,6 +36,7 @@ class ProbeReport:
     ratio: float
     by: str
     kind: str
+    keep: tuple[int, ...] = ()
     context: int | None = None
     windows: list[int] = field(default_factory=list)
     sinks: int | None = None
@@ -38,6 +46,7 @@ class ProbeReport:
     layers: Layers = field(default_factory=list)
     base: dict[str, dict[str, float]] = field(default_factory=dict)
     retrieval: dict[str, Any] | None = None
+    buys: dict[str, Any] | None = None
     path: str | None = None
 
     @staticmethod
@@ -49,6 +58,7 @@ class ProbeReport:
             options.ratio,
             options.by,
             options.layer,
+            options.keep,
             options.context,
             list(options.windows),
             options.sinks,
@@ -58,9 +68,11 @@ class ProbeReport:
         )
 
     @staticmethod
-    def of_tasks(model: str | None, given: TaskScores, ratio: float, kind: str, by: str | None = None) -> ProbeReport:
+    def of_tasks(
+        model: str | None, given: TaskScores, ratio: float, by: str | None, kind: str, keep: tuple[int, ...]
+    ) -> ProbeReport:
         """A report of task scores measured elsewhere."""
-        report = ProbeReport(model, len(given.layers), ratio, by or "tasks", kind, methods=["tasks"])
+        report = ProbeReport(model, len(given.layers), ratio, by or "tasks", kind, keep, methods=["tasks"])
         rows = zip(given.layers, given.losses, strict=True)
         report.finish(
             [
@@ -77,23 +89,39 @@ class ProbeReport:
             layer["score"] = score
 
     def scores(self, by: str) -> list[float]:
-        """One number per layer, from 0, of the score of that name (see NamedScore). UsageError for an unknown one."""
-        score = NamedScore.parse(by, self.windows, self.methods)
-        return [score.read(layer) for layer in self.layers]
+        """One number per layer, from 0, of the score of that name (see NamedScore); of 'swa+hankel' the mean ranks."""
+        return layer_scores(parse_scores(by, self.windows, self.methods), self.layers)
 
-    def select(self, ratio: float, by: str | None = None, kind: str | None = None) -> LayerPlan:
-        """The plan that converts round(ratio * layers) layers, at least one: those with the lowest scores."""
-        kind = kind or self.kind
-        count = len(LayerPlan.evenly_spaced(self.num_layers, ratio, kind).layers)
-        return LayerPlan.from_layers(self.num_layers, self._choose(by or self.by, count), kind)
+    def select(
+        self,
+        ratio: float | None = None,
+        count: int | None = None,
+        by: str | None = None,
+        kind: str | None = None,
+        keep: Sequence[int] | None = None,
+    ) -> LayerPlan:
+        """The plan that converts `count` layers, or round(ratio * layers) and at least one: the lowest scores.
 
-    def _choose(self, by: str, count: int) -> list[int]:
-        scores = self.scores(by)
-        return sorted(sorted(range(len(scores)), key=scores.__getitem__)[:count])
+        Layers in `keep` stay attention. What is not given is as the probe was told. UsageError for what cannot be.
+        """
+        ratio = self.ratio if ratio is None and count is None else ratio
+        keep = self.keep if keep is None else keep
+        count = how_many(self.num_layers, ratio, count, keep)
+        return LayerPlan.from_layers(
+            self.num_layers, lowest(self.scores(by or self.by), count, keep), kind or self.kind
+        )
+
+    def weigh(self, config: Any, dtype: torch.dtype) -> None:
+        """Work out what the selection buys: a hybrid's states and caches, in `dtype`, beside those of its source."""
+        _, hybrid = on_meta(config, self.select(), {})
+        cache = CacheBytes.of(hybrid, dtype)
+        contexts = [cache.at(tokens) for tokens in CONTEXTS]
+        self.buys = {"dtype": str(dtype).removeprefix("torch."), **cache.summary(), "contexts": contexts}
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON has it."""
-        plan = self.select(self.ratio)
+        plan, scores = self.select(), [layer["score"] for layer in self.layers]
+        uniform = evenly_spaced(self.num_layers, len(plan.layers), self.keep)
         return {
             "format": FORMAT,
             "model": self.model,
@@ -111,14 +139,19 @@ class ProbeReport:
                 "ratio": self.ratio,
                 "by": self.by,
                 "kind": self.kind,
+                "keep": list(self.keep),
                 "layers": plan.layers,
                 "pattern": str(plan),
+                "score": fsum(scores[layer] for layer in plan.layers),
+                "uniform": {"layers": uniform, "score": fsum(scores[layer] for layer in uniform)},
             },
+            "buys": self.buys,
             "report": self.path,
         }
 
     def write(self, path: Path) -> None:
         """Write probe.json in one step: the report, and the layers selected for every count, for a later ratio."""
         self.path = str(path)
-        selections = [self._choose(self.by, count + 1) for count in range(self.num_layers)]
+        counts = range(1, self.num_layers - len(self.keep) + 1)
+        selections = [self.select(count=count).layers for count in counts]
         write_json(path, {**self.to_dict(), "selections": selections})

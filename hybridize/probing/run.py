@@ -17,6 +17,7 @@ from hybridize.console import Console
 from hybridize.devices import pick_device, pick_dtype
 from hybridize.errors import CheckpointError, DataError, Interrupted, UsageError
 from hybridize.hybrid.families import check_attention, check_config, check_family
+from hybridize.hybrid.plan import check_kind
 from hybridize.hybrid.walk import entry_device
 from hybridize.probing.estimate import batch_tokens, need, placement, room
 from hybridize.probing.measure import (
@@ -28,10 +29,11 @@ from hybridize.probing.measure import (
     text_batches,
     text_of,
 )
-from hybridize.probing.named import NamedScore
+from hybridize.probing.named import parse_scores
 from hybridize.probing.options import LAYERS_FILE, REPORT_FILE, RUN_FILE, ProbeOptions, make_options, name_of
 from hybridize.probing.report import ProbeReport
 from hybridize.probing.scores import read_scores
+from hybridize.probing.select import share_of
 from hybridize.probing.swa_proxy import Sweep
 from hybridize.tasks.retrieval import TASKS, make_items, measure, summary
 from hybridize.tasks.scored import Scored, score_answers
@@ -66,7 +68,7 @@ def probe(
         check_family(model)
         chosen = make_options(model.config, model.name_or_path or type(model).__name__, **options)
         folder = place.run_folder(f"{Path(chosen.model).name}-probe") if workspace else None
-        return _Run(chosen, folder, place, console).work(model, tokenizer, texts)
+        return _Run(chosen, folder, place, console, model.dtype).work(model, tokenizer, texts)
     target = pick_device(device)
     if resume:
         folder, chosen = _last_run(place, model)
@@ -79,7 +81,7 @@ def probe(
         chosen = make_options(source.config, name, revision=pinned, **options)
         origin = source.gguf or source.repository or source.path.name
         folder = place.run_folder(f"{Path(origin).name.removesuffix('.gguf')}-probe")
-    run = _Run(chosen, folder, place, console)
+    run = _Run(chosen, folder, place, console, source.stored_dtype)
     number = pick_dtype(chosen.dtype, target)
     needed = need(source.config, chosen, len(TASKS), number, target)
     loaded = source.load(number, target, room(target, needed))
@@ -114,23 +116,30 @@ def _from_scores(
     place: Workspace,
     console: Console,
     *,
-    ratio: float = 0.5,
+    ratio: float | None = None,
+    count: int | None = None,
+    keep: Sequence[int] = (),
     by: str | None = None,
     layer: str = "gka",
     **other: Any,
 ) -> ProbeReport:
     """A report from task scores measured elsewhere; with a model, for `prime` of that model."""
     given = read_scores(path)
-    name = None
+    name = source = None
     if model is not None:
         source = open_model(model, revision, console.note)
+        check_config(source.config)
         name, _ = name_of(source)
         if source.config.num_hidden_layers != len(given.layers):
             raise DataError(
                 f"{path} scores {len(given.layers)} layers, but {name} has {source.config.num_hidden_layers}: give the "
                 "scores of this model."
             )
-    report = ProbeReport.of_tasks(name, given, ratio, layer, by)
+    check_kind(layer)
+    share = share_of(len(given.layers), ratio, count, keep)
+    report = ProbeReport.of_tasks(name, given, share, by, layer, tuple(sorted(keep)))
+    if source is not None:
+        report.weigh(source.config, source.stored_dtype)
     _finish(report, place.run_folder(f"{path.stem}-probe"), place, console)
     return report
 
@@ -151,12 +160,18 @@ def _last_run(place: Workspace, model: str | os.PathLike[str] | None) -> tuple[P
 
 
 class _Run:
-    """One probe of a loaded model; with a folder, finished layers are kept there and not measured again."""
+    """One probe of a loaded model; with a folder, finished layers are kept there and not measured again.
 
-    def __init__(self, options: ProbeOptions, folder: Path | None, place: Workspace, console: Console):
+    stored: the number format of the model's weights, and so of a hybrid's caches, whatever the probe computes in.
+    """
+
+    def __init__(
+        self, options: ProbeOptions, folder: Path | None, place: Workspace, console: Console, stored: torch.dtype
+    ):
         self.options, self.folder, self.place, self.console = options, folder, place, console
+        self.stored = stored
         self.layers: dict[int, Record] = {}
-        self.score = NamedScore.parse(options.by, options.windows, options.methods)
+        self.scores = parse_scores(options.by, options.windows, options.methods)
 
     def work(self, model: Any, tokenizer: Any, texts: Sequence[str] | None) -> ProbeReport:
         options = self.options
@@ -185,6 +200,7 @@ class _Run:
             if batches:
                 report.base = self._sweep(model, batches)
         report.finish([self.layers[number] for number in sorted(self.layers)])
+        report.weigh(model.config, self.stored)
         if self.folder is not None:
             _finish(report, self.folder, self.place, self.console)
         return report
@@ -233,8 +249,9 @@ class _Run:
 
     def _keep(self, record: Record) -> None:
         """Write a layer's results at once; UsageError where the score that selects is not among them."""
-        if self.score.method in record:
-            self.score.read(record)
+        for score in self.scores:
+            if score.method in record:
+                score.read(record)
         self._remember(record)
         if self.folder is not None:
             with (self.folder / LAYERS_FILE).open("a", encoding="utf-8") as file:

@@ -94,7 +94,7 @@ def test_dry_run_accounts_for_every_tensor_and_writes_nothing(prime, place, tmp_
         (["--ratio", "1.5"], 1, "must be above 0 and at most 1"),
         (["--layers", "1,9"], 1, "Layer 9 does not exist"),
         (["--layers", "1,1"], 1, "named twice"),
-        (["--layers", "x"], 2, "no list of layers"),
+        (["--layers", "x"], 2, "no list of numbers"),
         (["--pattern", "*-GKA-*"], 1, "nothing stands for layer 3"),
         (["--pattern", "*-GKA-*-GKA-*"], 1, "position 4 stands for no layer"),
         (["--pattern", "*-GKA-*-FOO"], 1, "'FOO' at position 3"),

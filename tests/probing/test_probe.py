@@ -4,13 +4,12 @@ import json
 import shutil
 
 import pytest
-import torch
-from priming_case import save_source, save_text
+from priming_case import save_source
+from probing_case import SMALL
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, Qwen3Config
 
 import hybridize
-from hybridize.cli import main
 from hybridize.errors import UsageError
 from hybridize.probing import run as probing_run
 from hybridize.probing.options import make_options, state_window
@@ -19,37 +18,6 @@ from hybridize.tasks.retrieval import TASKS
 from hybridize.tasks.scored import score_text
 from hybridize.tasks.text import first_rows, read_documents
 from hybridize.workspace import Workspace
-
-SMALL = ["--context", "64", "--sequences", "4", "--window", "8", "--device", "cpu"]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("probe")
-    save_source(folder / "source")
-    save_text(folder / "text")
-    return folder
-
-
-@pytest.fixture
-def command(place, tmp_path, capfd):
-    """Run a command in a workspace of its own; returns (exit code, parsed JSON or None, stderr)."""
-
-    def run(*words):
-        code = main([*map(str, words), "--workspace", str(tmp_path / "runs"), "--json"])
-        out, err = capfd.readouterr()
-        return code, json.loads(out) if out.strip() else None, err
-
-    return run
-
-
-@pytest.fixture
-def probe(command, place):
-    def run(*words, model=True):
-        return command("probe", *([place / "source"] if model else []), *SMALL, "--data", place / "text", *words)
-
-    return run
 
 
 def lowest(layers, count):
@@ -94,13 +62,7 @@ def test_sinks_can_be_switched_off(probe):
 def test_selects_by_any_score(probe, by):
     code, report, err = probe("--method", "swa,hankel", "--window", "8,20", "--by", by)
     assert code == 0, err
-    assert report["selected"] == {
-        "ratio": 0.5,
-        "by": by,
-        "kind": "gka",
-        "layers": lowest(report["layers"], 2),
-        "pattern": report["selected"]["pattern"],
-    }
+    assert (report["selected"]["by"], report["selected"]["layers"]) == (by, lowest(report["layers"], 2))
     first = report["layers"][0]
     want = {
         "swa.loss": first["swa"]["8"]["loss"],
@@ -281,7 +243,7 @@ def test_retrieval_items_are_never_too_short_for_a_question():
         (["--window", "64"], 2, "hides nothing of a context of 64"),
         (["--window", "8,8"], 2, "different sizes"),
         (["--window", "0"], 2, "at least 1 token"),
-        (["--window", "8,x"], 2, "no list of sizes"),
+        (["--window", "8,x"], 2, "no list of numbers"),
         (["--method", "swa,taylor"], 2, "no method 'taylor'"),
         (["--method", ","], 2, "names no method"),
         (["--ratio", "1.5"], 1, "ratio"),

@@ -16,7 +16,7 @@ ALLOWED: dict[str, set[str]] = {
     "hybrid": {"mixers", "kernels", "sources", *BASE},
     "tasks": {"hybrid", "mixers", "kernels", "builtin", *BASE},
     "priming": {"tasks", "hybrid", "mixers", "kernels", "sources", "builtin", "console", "workspace", *BASE},
-    "probing": {"tasks", "hybrid", "mixers", "kernels", "sources", "builtin", "console", "workspace", *BASE},
+    "probing": {"priming", "tasks", "hybrid", "mixers", "kernels", "sources", "builtin", "console", "workspace", *BASE},
     "commands": {"probing", "priming", "tasks", "hybrid", "sources", "builtin", "console", "workspace", *BASE},
     "errors": set(),
     "console": {"errors"},

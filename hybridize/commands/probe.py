@@ -16,7 +16,7 @@ def command(
     ctx: typer.Context,
     model: options.Model = None,
     method: Annotated[
-        str, typer.Option("--method", help="What to measure, of swa, hankel and retrieval: swa,hankel.")
+        str, typer.Option("--method", help="What to measure, of swa, hankel, retrieval and mixer: swa,hankel.")
     ] = "swa",
     window: Annotated[
         str | None,
@@ -46,6 +46,13 @@ def command(
             "swa+hankel, the mean of a layer's ranks. Default: the first method.",
         ),
     ] = None,
+    select: Annotated[
+        str,
+        typer.Option(
+            "--select",
+            help="lowest scores; or greedy: one layer after another, with those before it changed (by swa or mixer).",
+        ),
+    ] = "lowest",
     scores: Annotated[
         Path | None,
         typer.Option("--scores", help="A CSV of task scores per layer, measured elsewhere; no model is needed."),
@@ -70,6 +77,7 @@ def command(
     Examples:
       hybridize probe Qwen/Qwen3-8B --ratio 0.5
       hybridize probe ./model --method swa,hankel --window 64,512 --context 4096 --data texts/ --plot scores.png
+      hybridize probe ./model --method mixer --layer gdn --select greedy
       hybridize probe --scores importance.csv --count 18 --keep 0,35
     """
     from hybridize.console import Console
@@ -96,6 +104,7 @@ def command(
         "count": count,
         "keep": options.integers("--keep", keep, "0,1,29") or [],
         "by": by,
+        "select": select,
         "layer": layer,
         "seed": seed,
         "dtype": dtype,

@@ -100,10 +100,12 @@ def _selected(probe: Path, count: int, ratio: float | None, layer: str | None) -
         chosen, selections = report["selected"], report["selections"]
         ratio = chosen["ratio"] if ratio is None else ratio
         size = len(LayerPlan.evenly_spaced(count, ratio, "gka").layers)
-        if size > count - len(kept := chosen["keep"]):
+        if size > len(selections):
+            kept = f"was told to keep {', '.join(map(str, chosen['keep']))}"
+            why = kept if chosen["order"] is None else f"chose {len(selections)} of them one after another"
             raise UsageError(
-                f"--ratio {ratio} converts {size} of {count} layers, but the probe {probe} was told to keep "
-                f"{', '.join(map(str, kept))}; give a smaller --ratio, or --layers."
+                f"--ratio {ratio} converts {size} of {count} layers, but the probe {probe} {why}; give a smaller "
+                "--ratio, or --layers."
             )
         plan = LayerPlan.from_layers(count, selections[size - 1], layer or chosen["kind"])
         return plan, f"selected by {chosen['by']} in {probe}"

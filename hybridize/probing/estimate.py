@@ -10,7 +10,9 @@ import torch
 
 from hybridize.console import Console, duration, size
 from hybridize.mixers.base import geometry
-from hybridize.probing.options import ProbeOptions
+from hybridize.probing.fitted import FIT_TOKENS
+from hybridize.probing.joint import JOINT_TOKENS
+from hybridize.probing.options import MIXER, ProbeOptions
 from hybridize.probing.swa_proxy import LOGITS
 from hybridize.tasks.retrieval import DEPTHS
 from hybridize.tasks.scored import SCORED_PER_ROW
@@ -57,10 +59,12 @@ def need(config: Any, options: ProbeOptions, tasks: int, dtype: torch.dtype, dev
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     weights = sum(p.numel() for p in model.parameters()) * dtype.itemsize
+    if MIXER in options.methods:  # which take over copies of the attention's weights
+        weights += sum(p.numel() for x in model.base_model.layers for p in x.self_attn.parameters()) * dtype.itemsize
     layers, hidden = config.num_hidden_layers, config.hidden_size
     body = sum(p.numel() for p in model.base_model.layers.parameters())
     heads, kv_heads, dim = geometry(config)
-    text = options.sequences * options.context if {"swa", "hankel"} & set(options.methods) else 0
+    text = options.sequences * options.context if {"swa", "hankel", MIXER} & set(options.methods) else 0
     answers = tasks * DEPTHS * options.items * sum(options.lengths) if "retrieval" in options.methods else 0
     at_once = min(batch_tokens(device, options.context), max(text, answers))
     # What takes most: the MLP's three activations, q, k, v three times (rotary makes copies), or the norms in fp32,
@@ -69,12 +73,19 @@ def need(config: Any, options: ProbeOptions, tasks: int, dtype: torch.dtype, dev
     layer = at_once * dtype.itemsize * (3 * hidden + widest)
     work = int(_SLACK * max(layer, 6 * 4 * min(LOGITS, at_once * config.vocab_size)))
     tokens = text + answers
-    swept = len(options.windows) * (layers + 1) / 2 if {"swa", "retrieval"} & set(options.methods) else 0
-    passes = 2 + swept
-    # The head runs at scored positions: once for the unchanged model, and once per window, in every layer.
+    changes = len(options.windows) if {"swa", "retrieval"} & set(options.methods) else 0
+    changes += MIXER in options.methods
+    passes = 2 + changes * (layers + 1) / 2
+    if MIXER in options.methods:
+        passes += 2 * FIT_TOKENS / tokens
+    if options.select == "greedy":
+        count = round(options.ratio * layers)
+        steps = sum(1 + (layers - chosen) / 2 for chosen in range(count))
+        passes += steps * min(1.0, max(JOINT_TOKENS, options.context) / tokens)
+    # The head runs at scored positions: once for the unchanged model, and once per change, in every layer.
     scored = min(SCORED_PER_ROW, options.context // 2) * options.sequences
     attention = 2 * options.context * heads * dim * layers  # causal: half of T x T, for scores and for values
-    flops = passes * tokens * (2 * body + attention) + layers * (1 + len(options.windows)) * scored * (
+    flops = passes * tokens * (2 * body + attention) + layers * (1 + changes) * scored * (
         2 * hidden * config.vocab_size
     )
     return Need(weights, work, tokens * hidden * dtype.itemsize, tokens, passes, flops / _speed(device, dtype))

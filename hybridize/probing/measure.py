@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from hybridize.builtin import BUILTIN, builtin_text
 from hybridize.errors import DataError
+from hybridize.probing.fitted import FIT_TOKENS
 from hybridize.probing.hankel import HankelOptions, hankel_sweep
-from hybridize.probing.options import ProbeOptions
-from hybridize.probing.swa_proxy import Effects, Sweep, windows
+from hybridize.probing.options import MIXER, ProbeOptions
+from hybridize.probing.swa_proxy import Change, Effects, Sweep
 from hybridize.probing.windowed import without_masks
 from hybridize.tasks.scored import Scored, score_text
 from hybridize.tasks.text import Document, first_rows, read_documents
@@ -42,10 +43,35 @@ def rows_of(groups: dict[str, list[Document]], tokenizer: Any, options: ProbeOpt
 
     DataError where no document is as long as a row.
     """
+    return _rows(groups, tokenizer, options, options.sequences)
+
+
+def fit_rows(groups: dict[str, list[Document]], tokenizer: Any, options: ProbeOptions) -> Tensor:
+    """Rows of token ids [N, context] to fit mixers on, FIT_TOKENS tokens if there is as much text behind `rows_of`.
+
+    DataError where there is none.
+    """
+    extra = max(1, FIT_TOKENS // options.context)
+    measured = rows_of(groups, tokenizer, options)
+    # The first rows stay the same when more are asked for.
+    more = _rows(groups, tokenizer, options, options.sequences + extra)
+    left = [rows[len(measured.get(group, ())) :] for group, rows in more.items()]
+    rows = torch.cat(left)[:extra]
+    if not len(rows):
+        raise DataError(
+            f"--method mixer fits mixers on other text than it measures on, and {options.sequences} rows of "
+            f"{options.context} tokens take all there is; give more --data, or smaller --sequences or --context."
+        )
+    return rows
+
+
+def _rows(
+    groups: dict[str, list[Document]], tokenizer: Any, options: ProbeOptions, sequences: int
+) -> dict[str, Tensor]:
     rows: dict[str, Tensor] = {}
     failure: DataError | None = None
     for number, (group, documents) in enumerate(groups.items()):
-        count = (options.sequences + number) // len(groups)
+        count = (sequences + number) // len(groups)
         try:
             rows |= {group: first_rows(documents, tokenizer, options.context, count)} if count else {}
         except DataError as error:  # another group may have longer documents
@@ -67,19 +93,23 @@ def text_batches(rows: dict[str, Tensor], batch_tokens: int) -> list[Scored]:
     return [batch for group, ids in rows.items() for batch in score_text(ids, group, batch_tokens)]
 
 
-def swept_layers(sweep: Sweep, options: ProbeOptions, tasks: Sequence[str], done: set[int]) -> Iterator[Record]:
-    """Each layer's effects under every window, apart for text (swa) and for the retrieval `tasks`."""
-    for layer, by_window in sweep.run(windows(sweep.model, options.windows, options.sinks), skip=done):
+def swept_layers(
+    sweep: Sweep, changes: dict[str, Change], methods: Collection[str], tasks: Sequence[str], done: set[int]
+) -> Iterator[Record]:
+    """Each layer's effects under every change, a window or a mixer, apart for text and for the retrieval `tasks`."""
+    for layer, by_change in sweep.run(changes, skip=done):
         record: Record = {"layer": layer}
-        for window, effects in by_window.items():
+        for change, effects in by_change.items():
             text = {group: _text(effect) for group, effect in effects.items() if group not in tasks}
             answers = {group: effect for group, effect in effects.items() if group in tasks}
-            if text:
-                record.setdefault("swa", {})[window] = {**_mean(text, ("loss", "kl")), "groups": text}
+            if text and change == MIXER:
+                record[MIXER] = {**_mean(text, ("loss", "kl")), "groups": text}
+            elif text and "swa" in methods:
+                record.setdefault("swa", {})[change] = {**_mean(text, ("loss", "kl")), "groups": text}
             if answers:
                 found = {task: _answer(effect, sweep.base[task]) for task, effect in answers.items()}
                 means = _mean(found, ("loss", "kl", "log_probability", "accuracy"))
-                record.setdefault("retrieval", {})[window] = {**means, "tasks": found}
+                record.setdefault("retrieval", {})[change] = {**means, "tasks": found}
         yield record
 
 

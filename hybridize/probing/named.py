@@ -15,6 +15,7 @@ _STATISTICS = {
     "swa": ("kl", "loss"),
     "retrieval": ("loss", "kl", "accuracy"),
     "hankel": (DEFAULT_SCORE,),
+    "mixer": ("kl", "loss"),
     "tasks": ("loss",),
 }
 
@@ -22,6 +23,8 @@ _STATISTICS = {
 @dataclass(frozen=True)
 class NamedScore:
     """METHOD[.STATISTIC][@WINDOW]: 'swa' is the KL at the first window, 'swa.loss@64' the loss at another.
+
+    'mixer' is the KL with a fitted mixer in place, 'retrieval@mixer' the loss of answers then.
 
     'hankel.no_sinks.nuclear.p90' is a statistic of `hankel_score`, 'tasks.recall' a column of a CSV of task scores.
     """
@@ -40,10 +43,13 @@ class NamedScore:
         if method not in methods:
             raise UsageError(f"--by {name}: {method} is not measured; add it to --method ({', '.join(methods)}).")
         known = _STATISTICS[method]
-        if statistic and method in ("swa", "retrieval") and statistic not in known:
+        if statistic and method in ("swa", "retrieval", "mixer") and statistic not in known:
             raise UsageError(f"--by {name}: {method} has the statistics {', '.join(known)}.")
-        if at and window not in map(str, windows):
-            raise UsageError(f"--by {name}: {window} is none of the windows ({', '.join(map(str, windows))}).")
+        changes = [*map(str, windows), *(["mixer"] if method == "retrieval" and "mixer" in methods else [])]
+        if at and method not in ("swa", "retrieval"):
+            raise UsageError(f"--by {name}: {method} is not measured at windows.")
+        if at and window not in changes:
+            raise UsageError(f"--by {name}: {window} is none of the windows ({', '.join(changes)}).")
         first = str(windows[0]) if windows and method in ("swa", "retrieval") else None
         return NamedScore(method, statistic or known[0], window or first)
 

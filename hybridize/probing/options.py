@@ -19,7 +19,9 @@ from hybridize.probing.windowed import SINKS
 from hybridize.sources import Source
 
 SHORTEST_ITEM = 128  # tokens of a retrieval item: the question alone takes about 100
-METHODS = ("swa", "hankel", "retrieval")
+MIXER = "mixer"
+METHODS = ("swa", "hankel", "retrieval", MIXER)
+SELECTIONS = ("lowest", "greedy")
 RUN_FILE, LAYERS_FILE, REPORT_FILE = "run.json", "layers.jsonl", "probe.json"
 
 
@@ -28,7 +30,8 @@ class ProbeOptions:
     """Everything that decides a probe's result; kept in its run.json.
 
     windows: of the SWA proxy and of retrieval, the first one gives the scores; sequences: rows of text; items: of
-    retrieval, for each task, length and depth; by: the score that selects; keep: layers that stay attention.
+    retrieval, for each task, length and depth; by: the score that selects; keep: layers that stay attention; select:
+    the lowest scores, or greedy, one layer after another with those before it changed.
     """
 
     model: str
@@ -43,6 +46,7 @@ class ProbeOptions:
     ratio: float
     keep: tuple[int, ...]
     by: str
+    select: str
     layer: str
     seed: int
     dtype: str | None
@@ -89,6 +93,7 @@ def make_options(
     count: int | None = None,
     keep: Sequence[int] = (),
     by: str | None = None,
+    select: str = "lowest",
     layer: str = "gka",
     seed: int = 0,
     dtype: str | None = None,
@@ -116,8 +121,14 @@ def make_options(
     if min(windows) >= context:
         raise UsageError(f"--window {min(windows)} hides nothing of a context of {context} tokens; give a smaller one.")
     methods = tuple(method for method in METHODS if method in methods)
-    parse_scores(by or methods[0], windows, methods)
+    scores = parse_scores(by or methods[0], windows, methods)
     check_kind(layer)
+    if select not in SELECTIONS:
+        raise UsageError(f"There is no selection {select!r}; use {' or '.join(SELECTIONS)}.")
+    if select == "greedy" and (len(scores) > 1 or scores[0].method not in ("swa", MIXER)):
+        raise UsageError(
+            f"--select greedy changes layers together, by swa or by {MIXER}; --by {by or methods[0]} cannot."
+        )
     return ProbeOptions(
         model=name,
         revision=revision,
@@ -131,6 +142,7 @@ def make_options(
         ratio=share_of(config.num_hidden_layers, ratio, count, keep),
         keep=tuple(sorted(keep)),
         by=by or methods[0],
+        select=select,
         layer=layer,
         seed=seed,
         dtype=dtype,

@@ -17,6 +17,7 @@ _WHAT = {
     "swa": "KL in nats per token",
     "hankel": "nuclear norm without sinks",
     "retrieval": "loss of answers in nats per token",
+    "mixer": "KL in nats per token, fitted mixer in place",
     "tasks": "mean score lost",
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hybridize.errors import UsageError
 from hybridize.hybrid.memory import CacheBytes, on_meta
 from hybridize.hybrid.plan import LayerPlan
 from hybridize.probing.named import layer_scores, parse_scores
@@ -28,7 +29,8 @@ class ProbeReport:
     """What was measured, and what is selected. layers[l] holds "layer", a part per method, and "score".
 
     A higher score means that more is lost when this layer stops being attention. base: the unchanged model's loss and
-    accuracy by group; retrieval: its accuracy by task, length and depth; buys: see `weigh`.
+    accuracy by group; retrieval: its accuracy by task, length and depth; buys: see `weigh`. order: the layers that
+    were chosen together, best first; without it the lowest scores are selected.
     """
 
     model: str | None
@@ -46,6 +48,7 @@ class ProbeReport:
     layers: Layers = field(default_factory=list)
     base: dict[str, dict[str, float]] = field(default_factory=dict)
     retrieval: dict[str, Any] | None = None
+    order: list[int] | None = None
     buys: dict[str, Any] | None = None
     path: str | None = None
 
@@ -107,9 +110,16 @@ class ProbeReport:
         ratio = self.ratio if ratio is None and count is None else ratio
         keep = self.keep if keep is None else keep
         count = how_many(self.num_layers, ratio, count, keep)
-        return LayerPlan.from_layers(
-            self.num_layers, lowest(self.scores(by or self.by), count, keep), kind or self.kind
-        )
+        if self.order is None or by is not None or set(keep) - set(self.keep):
+            layers = lowest(self.scores(by or self.by), count, keep)
+        elif count <= len(self.order):
+            layers = sorted(self.order[:count])
+        else:
+            raise UsageError(
+                f"{len(self.order)} layers were chosen together, fewer than the {count} asked for; probe with a larger "
+                "--ratio."
+            )
+        return LayerPlan.from_layers(self.num_layers, layers, kind or self.kind)
 
     def weigh(self, config: Any, dtype: torch.dtype) -> None:
         """Work out what the selection buys: a hybrid's states and caches, in `dtype`, beside those of its source."""
@@ -138,6 +148,7 @@ class ProbeReport:
             "selected": {
                 "ratio": self.ratio,
                 "by": self.by,
+                "order": self.order,
                 "kind": self.kind,
                 "keep": list(self.keep),
                 "layers": plan.layers,
@@ -152,6 +163,7 @@ class ProbeReport:
     def write(self, path: Path) -> None:
         """Write probe.json in one step: the report, and the layers selected for every count, for a later ratio."""
         self.path = str(path)
-        counts = range(1, self.num_layers - len(self.keep) + 1)
+        most = self.num_layers - len(self.keep) if self.order is None else len(self.order)
+        counts = range(1, most + 1)
         selections = [self.select(count=count).layers for count in counts]
         write_json(path, {**self.to_dict(), "selections": selections})

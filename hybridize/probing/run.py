@@ -20,9 +20,12 @@ from hybridize.hybrid.families import check_attention, check_config, check_famil
 from hybridize.hybrid.plan import check_kind
 from hybridize.hybrid.walk import entry_device
 from hybridize.probing.estimate import batch_tokens, need, placement, room
+from hybridize.probing.fitted import fitted_mixers
+from hybridize.probing.joint import JOINT_TOKENS, greedy
 from hybridize.probing.measure import (
     Record,
     fingerprint,
+    fit_rows,
     measured_hankel,
     rows_of,
     swept_layers,
@@ -30,11 +33,19 @@ from hybridize.probing.measure import (
     text_of,
 )
 from hybridize.probing.named import parse_scores
-from hybridize.probing.options import LAYERS_FILE, REPORT_FILE, RUN_FILE, ProbeOptions, make_options, name_of
+from hybridize.probing.options import (
+    LAYERS_FILE,
+    MIXER,
+    REPORT_FILE,
+    RUN_FILE,
+    ProbeOptions,
+    make_options,
+    name_of,
+)
 from hybridize.probing.report import ProbeReport
 from hybridize.probing.scores import read_scores
-from hybridize.probing.select import share_of
-from hybridize.probing.swa_proxy import Sweep
+from hybridize.probing.select import how_many, share_of
+from hybridize.probing.swa_proxy import Change, Sweep, windows
 from hybridize.tasks.retrieval import TASKS, make_items, measure, summary
 from hybridize.tasks.scored import Scored, score_answers
 from hybridize.workspace import Workspace, write_json, write_text
@@ -121,9 +132,14 @@ def _from_scores(
     keep: Sequence[int] = (),
     by: str | None = None,
     layer: str = "gka",
+    select: str = "lowest",
     **other: Any,
 ) -> ProbeReport:
     """A report from task scores measured elsewhere; with a model, for `prime` of that model."""
+    if select != "lowest":
+        raise UsageError(
+            f"--select {select} changes a model's layers, and --scores has their scores only; leave it out."
+        )
     given = read_scores(path)
     name = source = None
     if model is not None:
@@ -171,6 +187,7 @@ class _Run:
         self.options, self.folder, self.place, self.console = options, folder, place, console
         self.stored = stored
         self.layers: dict[int, Record] = {}
+        self.order: list[int] = []  # chosen so far, by --select greedy
         self.scores = parse_scores(options.by, options.windows, options.methods)
 
     def work(self, model: Any, tokenizer: Any, texts: Sequence[str] | None) -> ProbeReport:
@@ -180,15 +197,16 @@ class _Run:
         at_once = batch_tokens(entry_device(model), options.context)
         self.console.note(f"Reading and tokenising text ({'given' if texts is not None else options.data}).")
         groups = text_of(options, texts)
-        text = {"swa", "hankel"} & set(options.methods)
+        text = {"swa", "hankel", MIXER} & set(options.methods)
         rows = rows_of(groups, tokenizer, options) if text else {}
-        batches = text_batches(rows, at_once) if "swa" in options.methods else []
+        batches = text_batches(rows, at_once) if {"swa", MIXER} & set(options.methods) else []
+        fit = fit_rows(groups, tokenizer, options) if MIXER in options.methods else None
         items = []
         if "retrieval" in options.methods:
             filler = [text for documents in groups.values() for _, text in documents]
             items = make_items(tokenizer, filler, lengths=options.lengths, per_cell=options.items, seed=options.seed)
             batches += score_answers(items, at_once)
-        self._open(fingerprint(batches, rows.values()))
+        self._open(fingerprint(batches, [*rows.values(), *([] if fit is None else [fit])]))
         report = ProbeReport.of_options(options, model.config.num_hidden_layers)
         with self._interruptible(model.config.num_hidden_layers), torch.no_grad():
             if "hankel" in options.methods:
@@ -198,25 +216,61 @@ class _Run:
                     found = measure(model, items, at_once, tracker.advance)
                 report.retrieval = summary(items, *found)
             if batches:
-                report.base = self._sweep(model, batches)
+                changes = self._changes(model, fit, at_once)
+                report.base = self._sweep(model, batches, changes)
+                if options.select == "greedy":
+                    report.order = self._greedy(model, text_batches(rows, at_once), changes)
         report.finish([self.layers[number] for number in sorted(self.layers)])
         report.weigh(model.config, self.stored)
         if self.folder is not None:
             _finish(report, self.folder, self.place, self.console)
         return report
 
-    def _sweep(self, model: Any, batches: list[Scored]) -> dict[str, dict[str, float]]:
+    def _changes(self, model: Any, fit: torch.Tensor | None, at_once: int) -> dict[str, Change]:
+        """What is done to each layer in turn: the windows, and a mixer fitted on rows `fit`."""
+        options = self.options
+        changes: dict[str, Change] = {}
+        if {"swa", "retrieval"} & set(options.methods):
+            changes |= windows(model, options.windows, options.sinks)
+        if fit is not None:
+            total = fit.numel() * model.config.num_hidden_layers
+            with self.console.progress(f"Fit {options.layer} mixers to all layers", total, "token") as tracker:
+                changes[MIXER] = fitted_mixers(model, options.layer, fit, at_once, tracker.advance)
+        return changes
+
+    def _sweep(self, model: Any, batches: list[Scored], changes: dict[str, Change]) -> dict[str, dict[str, float]]:
         options, count = self.options, model.config.num_hidden_layers
-        names = [name for name in ("swa", "retrieval") if name in options.methods]
+        names = [name for name in ("swa", "retrieval", MIXER) if name in options.methods]
         done = {n for n, record in self.layers.items() if all(name in record for name in names)}
         ahead = sum(count - number for number in range(count) if number not in done)
-        total = sum(batch.ids.numel() for batch in batches) * (2 * count + len(options.windows) * ahead)
+        total = sum(batch.ids.numel() for batch in batches) * (2 * count + len(changes) * ahead)
         with self.console.progress(f"Sweep over {count} layers", total, "token") as tracker:
             sweep = Sweep(model, batches, tracker.advance)
-            for record in swept_layers(sweep, options, TASKS, done):
+            for record in swept_layers(sweep, changes, options.methods, TASKS, done):
                 self._keep(record)
                 tracker.advance(0, f"layer {record['layer']}")
         return sweep.base
+
+    def _greedy(self, model: Any, batches: list[Scored], changes: dict[str, Change]) -> list[int]:
+        """Layers in the order in which they are best changed together, on the first JOINT_TOKENS tokens or so."""
+        options, score = self.options, self.scores[0]
+        size = 0
+        some: list[Scored] = []
+        for batch in sorted(batches, key=lambda batch: batch.ids.numel()):
+            if not some or size + batch.ids.numel() <= JOINT_TOKENS:
+                some.append(batch)
+                size += batch.ids.numel()
+        left = how_many(model.config.num_hidden_layers, options.ratio, None, options.keep) - len(self.order)
+        with self.console.progress(f"Choose {left} layers together", left, "layer") as tracker:
+            sweep = Sweep(model, some)
+
+            def keep(order: list[int]) -> None:
+                self._write({"order": order})
+                tracker.advance(1, f"layer {order[-1]}")
+
+            change = changes[score.window or MIXER]
+            count = left + len(self.order)
+            return greedy(sweep, change, score.statistic, count, options.keep, self.order, keep)
 
     def _hankel(self, model: Any, rows: dict[str, torch.Tensor]) -> None:
         count = model.config.num_hidden_layers
@@ -245,7 +299,11 @@ class _Run:
             lines = log.read_text("utf-8").split("\n")[:-1]  # what follows the last line break was cut by a kill
             write_text(log, "".join(f"{line}\n" for line in lines))
             for line in lines:
-                self._remember(json.loads(line))
+                record = json.loads(line)
+                if "order" in record:
+                    self.order = record["order"]
+                else:
+                    self._remember(record)
 
     def _keep(self, record: Record) -> None:
         """Write a layer's results at once; UsageError where the score that selects is not among them."""
@@ -253,6 +311,9 @@ class _Run:
             if score.method in record:
                 score.read(record)
         self._remember(record)
+        self._write(record)
+
+    def _write(self, record: Record) -> None:
         if self.folder is not None:
             with (self.folder / LAYERS_FILE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")

@@ -19,7 +19,7 @@ def show_report(console: Console, report: ProbeReport) -> None:
     console.report(
         {
             **_base(report),
-            "selected by": report.by,
+            "selected by": report.by if report.order is None else f"{report.by}, one layer after another",
             "converted layers": f"{len(layers)} of {report.num_layers}: {', '.join(map(str, layers))}",
             "pattern": selected["pattern"],
             "sum of their scores": f"{selected['score']:.4g}; of evenly spaced layers {uniform['score']:.4g} "

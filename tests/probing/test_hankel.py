@@ -262,7 +262,7 @@ def test_the_sweep_measures_each_layer_on_all_rows():
 
 def test_scores_by_name():
     result = layer_hankel(Given(torch.eye(8)[None, None].roll(2, -2).tril()), HankelOptions(sinks=0))
-    assert hankel_score(result) == hankel_score(result, "no_sinks.nuclear") == pytest.approx(2)
+    assert hankel_score(result) == hankel_score(result, "no_sinks.rank") == pytest.approx(2)
     assert hankel_score(result, "all.rank.p90") == 2
     with pytest.raises(UsageError, match=r"no_sinks\.nuclear"):
         hankel_score(result, "all.rang")

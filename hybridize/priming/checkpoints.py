@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from hybridize.errors import CheckpointError
 
@@ -35,3 +39,15 @@ def read_checkpoint(path: Path, device: torch.device) -> dict[str, Any] | None:
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read ({error}); start the run again without --resume.") from None
     return saved
+
+
+@contextmanager
+def explained_write(output: str) -> Iterator[None]:
+    """OSError in place of safetensors' own error, which means a damaged file to those who read."""
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), output) from None

@@ -30,6 +30,7 @@ class Steps:
     tokens: int  # of one step
     take: Callable[[int], dict[str, Any]]
     save: Callable[[], None]
+    rate_option: str = "--lr"
     shows: str = "loss"
 
 
@@ -52,7 +53,8 @@ def run_steps(steps: Steps, folder: Path, log: Path, earlier: list[str], console
                 line = steps.take(step)
             except DivergedError as error:
                 raise DivergedError(
-                    f"{error} The last good checkpoint, of step {saved_step}, is in {folder}; use a smaller --lr."
+                    f"{error} The last good checkpoint, of step {saved_step}, is in {folder}; use a smaller "
+                    f"{steps.rate_option}."
                 ) from None
             lines.write(json.dumps({"stage": steps.stage, "step": step, **line}) + "\n")
             lines.flush()

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from hybridize.errors import SourceError, UsageError
+from hybridize.errors import NonFiniteError, SourceError, UsageError
 from hybridize.hybrid.walk import capture_layer_inputs, entry_device, run_layer
+from hybridize.probing.finite import check_hidden, is_finite
 from hybridize.probing.spectrum import EXACT_LIMIT, Estimate, estimated_spectrum, exact_spectrum, spectrum_statistics
 
 QUERY_ROWS = 1024  # rows of scores computed at once, over all keys
@@ -133,7 +134,7 @@ def mixing_of(layer: Any, hidden: Tensor, arguments: dict[str, Any], number: int
     """Mixing matrices of decoder layer `number` on hidden states [B, T, hidden] of unpadded rows.
 
     `arguments` are the layer's keyword arguments in a forward of the model. Raises SourceError when the attention
-    cannot be read, or gives values that are not finite.
+    cannot be read, NonFiniteError when it gives values that are not finite.
     """
     config = layer.self_attn.config
     before = config._attn_implementation
@@ -149,10 +150,9 @@ def mixing_of(layer: Any, hidden: Tensor, arguments: dict[str, Any], number: int
         )
     finally:
         config._attn_implementation = before
-    if not (torch.isfinite(mixing.q).all() and torch.isfinite(mixing.k).all()):
-        raise SourceError(
-            f"The queries or keys of layer {number} are not finite; check the model's weights, or load it in bf16 or "
-            "fp32."
+    if not (is_finite(mixing.q) and is_finite(mixing.k)):
+        raise NonFiniteError(
+            f"The queries or keys of layer {number} are not finite; use --dtype float32 or bfloat16, or check the model."
         )
     return mixing
 
@@ -259,7 +259,7 @@ def hankel_sweep(
     """Results of `layers` (None: all) of a causal language model on rows of token ids [N, T], in one walk.
 
     advance(tokens) is called after each row of each layer that is measured, done(layer, result) after each layer. Held:
-    one hidden state per token, and one layer's blocks.
+    one hidden state per token, and one layer's blocks. NonFiniteError names the layer that gave NaN or infinity.
     """
     body = model.base_model
     wanted = set(range(len(body.layers)) if layers is None else layers)
@@ -274,6 +274,7 @@ def hankel_sweep(
                 if advance is not None:
                     advance(rows.shape[1])
             streams[n] = run_layer(layer, hidden, arguments[i])[0]
+            check_hidden(streams[n], i)
         if found:
             results[i] = mean_results(found)
             if done is not None:

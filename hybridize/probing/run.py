@@ -20,6 +20,7 @@ from hybridize.hybrid.families import check_attention, check_config, check_famil
 from hybridize.hybrid.plan import check_kind
 from hybridize.hybrid.walk import entry_device
 from hybridize.probing.estimate import batch_tokens, need, placement, room
+from hybridize.probing.finite import check_weights
 from hybridize.probing.fitted import fitted_mixers
 from hybridize.probing.joint import JOINT_TOKENS, greedy
 from hybridize.probing.measure import (
@@ -194,6 +195,7 @@ class _Run:
         options = self.options
         for number, layer in enumerate(model.base_model.layers):
             check_attention(layer.self_attn, number)
+        check_weights(model)
         at_once = batch_tokens(entry_device(model), options.context)
         self.console.note(f"Reading and tokenising text ({'given' if texts is not None else options.data}).")
         groups = text_of(options, texts)

@@ -8,7 +8,7 @@ from hybrid_cases import CASES, source, tokens
 from torch import Tensor
 
 from hybridize.builtin import builtin_text, open_builtin
-from hybridize.errors import SourceError, UsageError
+from hybridize.errors import NonFiniteError, SourceError, UsageError
 from hybridize.hybrid.walk import capture_layer_inputs, run_layer
 from hybridize.kernels.gdn import naive_gated_delta_rule
 from hybridize.kernels.gka import naive_gka
@@ -273,7 +273,7 @@ def test_bad_input_is_named():
     with pytest.raises(UsageError, match="auto, exact or estimate"):
         hankel_sweep(model, rows, HankelOptions(method="svd"))
     model.model.layers[1].self_attn.q_proj.weight.data[0, 0] = math.nan
-    with pytest.raises(SourceError, match="layer 1"):
+    with pytest.raises(NonFiniteError, match="layer 1"):
         hankel_sweep(model, rows)
     model.model.layers[0].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
     with pytest.raises(SourceError, match=r"layer 0.*cannot be read"):

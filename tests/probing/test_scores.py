@@ -111,6 +111,7 @@ def test_reads_what_spreadsheets_write(read, content):
         (GOOD + '3,0.5,"0,5"\n', "Row 6 of .* has '0,5' as the score of rag"),
         (GOOD + '3,0.5,"0.5\n', "Row 6 of .* is not CSV"),
         (GOOD + "4,0.5,0.5\n", "no row for layer 3, but one for layer 4"),
+        (GOOD + "99999999999,0.5,0.5\n", "no row for layer 3, but one for layer 99999999999"),
     ],
 )
 def test_names_the_row_that_is_wrong(read, content, part):

@@ -20,14 +20,21 @@ from transformers import AttentionInterface
 from hybridize.errors import NonFiniteError, SourceError, UsageError
 from hybridize.hybrid.walk import capture_layer_inputs, entry_device, run_layer
 from hybridize.probing.finite import check_hidden, is_finite
-from hybridize.probing.spectrum import EXACT_LIMIT, Estimate, estimated_spectrum, exact_spectrum, spectrum_statistics
+from hybridize.probing.spectrum import (
+    EXACT_LIMIT,
+    SPECTRUM_STATISTICS,
+    Estimate,
+    estimated_spectrum,
+    exact_spectrum,
+    spectrum_statistics,
+)
 
 QUERY_ROWS = 1024  # rows of scores computed at once, over all keys
 BLOCK_ENTRIES = 2**27  # entries of the blocks held at once (0.5 GB), if that is more than one head's
 LONG, LONG_HEADS = 4096, 8  # tokens above which a few heads and one split stand for all
-# Of all statistics this one tracks best, on SmolLM2-135M, what a layer loses to an aligned mixer (Spearman 0.5); the
-# nuclear norm tracks the loss to a window (0.9) instead.
-DEFAULT_SCORE = "no_sinks.rank"
+DEFAULT_SCORE = "no_sinks.nuclear"
+VARIANTS = ("all", "no_sinks", "beyond")
+STATISTICS = (*SPECTRUM_STATISTICS, "mass")
 _CAPTURE = "hybridize_capture"
 
 Result = dict[str, dict[str, dict[str, float]]]
@@ -154,7 +161,8 @@ def mixing_of(layer: Any, hidden: Tensor, arguments: dict[str, Any], number: int
         config._attn_implementation = before
     if not (is_finite(mixing.q) and is_finite(mixing.k)):
         raise NonFiniteError(
-            f"The queries or keys of layer {number} are not finite; use --dtype float32, or check the model."
+            f"The queries or keys of layer {number} are not finite numbers; use --dtype float32 or bfloat16, or check "
+            "the model."
         )
     return mixing
 
@@ -238,15 +246,19 @@ def mean_results(results: Sequence[Result]) -> Result:
 
 def hankel_score(result: Result, by: str = DEFAULT_SCORE) -> float:
     """One number for a layer: 'variant.statistic', the mean over heads, or 'variant.statistic.p90'."""
-    variant, _, rest = by.partition(".")
-    name, _, kind = rest.partition(".")
-    try:
-        return result[variant][name][kind or "mean"]
-    except KeyError:
-        known = ", ".join(f"{variant}.{name}" for variant, names in result.items() for name in names)
+    check_hankel_score(by)
+    variant, name, *kind = by.split(".")
+    return result[variant][name][kind[0] if kind else "mean"]
+
+
+def check_hankel_score(by: str) -> None:
+    """UsageError unless `hankel_score` knows the name."""
+    known = {f"{variant}.{name}" for variant in VARIANTS for name in STATISTICS}
+    if by.removesuffix(".p90") not in known:
         raise UsageError(
-            f"There is no Hankel statistic {by!r}; use one of {known}, or one of them with .p90."
-        ) from None
+            f"There is no Hankel statistic {by!r}; use {', '.join(VARIANTS)}, a point, and one of "
+            f"{', '.join(STATISTICS)}, such as {DEFAULT_SCORE}, or this with .p90."
+        )
 
 
 def hankel_sweep(

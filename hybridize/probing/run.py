@@ -49,7 +49,7 @@ from hybridize.probing.select import how_many, share_of
 from hybridize.probing.swa_proxy import Change, Sweep, windows
 from hybridize.tasks.retrieval import TASKS, make_items, measure, summary
 from hybridize.tasks.scored import Scored, score_answers
-from hybridize.workspace import Workspace, write_json, write_text
+from hybridize.workspace import Workspace, check_place, write_json, write_text
 
 
 def probe(
@@ -93,6 +93,7 @@ def probe(
         chosen = make_options(source.config, name, revision=pinned, **options)
         origin = source.gguf or source.repository or source.path.name
         folder = place.run_folder(f"{Path(origin).name.removesuffix('.gguf')}-probe")
+        check_place(folder.absolute(), "--workspace")
     run = _Run(chosen, folder, place, console, source.stored_dtype)
     number = pick_dtype(chosen.dtype, target)
     needed = need(source.config, chosen, len(TASKS), number, target)
@@ -171,7 +172,9 @@ def _last_run(place: Workspace, model: str | os.PathLike[str] | None) -> tuple[P
         raise UsageError(
             f"The last probe in {place.folder} is of {options.model}, not of {model}; leave MODEL out to resume it."
         )
-    if (folder / REPORT_FILE).exists():
+    report = str(folder.absolute() / REPORT_FILE)
+    # Not whether the file is there: a kill may have come between it and its entry, which is still to be made then.
+    if any(entry["kind"] == "probe" and entry["value"] == report for entry in place.entries()):
         raise UsageError(f"The last probe is finished: its report is {folder / REPORT_FILE}.")
     return folder, options
 
@@ -308,10 +311,7 @@ class _Run:
                     self._remember(record)
 
     def _keep(self, record: Record) -> None:
-        """Write a layer's results at once; UsageError where the score that selects is not among them."""
-        for score in self.scores:
-            if score.method in record:
-                score.read(record)
+        """Write a layer's results at once."""
         self._remember(record)
         self._write(record)
 

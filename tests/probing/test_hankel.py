@@ -14,6 +14,8 @@ from hybridize.kernels.gdn import naive_gated_delta_rule
 from hybridize.kernels.gka import naive_gka
 from hybridize.kernels.ssd import naive_ssd
 from hybridize.probing.hankel import (
+    STATISTICS,
+    VARIANTS,
     HankelOptions,
     Mixing,
     hankel_score,
@@ -264,6 +266,8 @@ def test_scores_by_name():
     result = layer_hankel(Given(torch.eye(8)[None, None].roll(2, -2).tril()), HankelOptions(sinks=0))
     assert hankel_score(result) == hankel_score(result, "no_sinks.rank") == pytest.approx(2)
     assert hankel_score(result, "all.rank.p90") == 2
+    windowed = layer_hankel(Given(torch.eye(8)[None, None]), HankelOptions(window=2))
+    assert {name: tuple(found) for name, found in windowed.items()} == dict.fromkeys(VARIANTS, STATISTICS)
     with pytest.raises(UsageError, match=r"no_sinks\.nuclear"):
         hankel_score(result, "all.rang")
 

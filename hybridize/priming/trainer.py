@@ -111,7 +111,7 @@ class Trainer:
     # -- what a resumed run needs --------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Weights that train, optimiser, place in the stream, step, and the random numbers' state."""
+        """Weights that train, optimiser, place in the stream, step, and the random numbers' state; not copied."""
         return {
             "step": self.steps_done,
             "weights": {name: x.detach() for name, x in self.masters.masters.items()},
@@ -164,12 +164,15 @@ class Trainer:
             where = "" if layer is None else f": layer {layer} is the first whose output is not finite"
             raise DivergedError(f"The loss became {loss} at step {self.steps_done}{where}.")
         if not math.isfinite(norm):
-            broken = [name for name, grad in self._gradients().items() if not grad.isfinite().all()]
+            broken = [name for name, grad in self._gradients().items() if not self._finite(grad)]
             # In every layer finite, and only the sum of squares too large: then there is no first one.
             name = min(broken, key=lambda name: (layer_of(name) is None, layer_of(name) or 0), default="")
             layer = layer_of(name)
             where = f": {name if layer is None else f'layer {layer}'} is the first whose gradient is not finite"
             raise DivergedError(f"The gradient norm became {norm} at step {self.steps_done}{where if name else ''}.")
+
+    def _finite(self, grad: Tensor) -> bool:
+        return bool(grad.isfinite().all())
 
     @torch.no_grad()
     def _first_broken(self, batches: list[Batch]) -> int | None:

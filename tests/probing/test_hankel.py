@@ -268,7 +268,7 @@ def test_scores_by_name():
     assert hankel_score(result, "all.rank.p90") == 2
     windowed = layer_hankel(Given(torch.eye(8)[None, None]), HankelOptions(window=2))
     assert {name: tuple(found) for name, found in windowed.items()} == dict.fromkeys(VARIANTS, STATISTICS)
-    with pytest.raises(UsageError, match=r"no_sinks\.nuclear"):
+    with pytest.raises(UsageError, match=r"no_sinks\.rank"):
         hankel_score(result, "all.rang")
 
 

@@ -297,7 +297,7 @@ def test_retrieval_items_are_never_too_short_for_a_question():
         (["--by", "beauty"], 2, "no score 'beauty'"),
         (["--method", "hankel", "--by", "hankel.all.beauty"], 2, "no Hankel statistic 'all.beauty'"),
         (["--by", "hankel"], 2, "hankel is not measured; add it"),
-        (["--by", "swa@9"], 2, "9 is none of the windows (8)"),
+        (["--by", "swa@9"], 2, "'9' is none of the windows (8)"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -280,6 +280,8 @@ class _Run:
     def _hankel(self, model: Any, rows: dict[str, torch.Tensor]) -> None:
         count = model.config.num_hidden_layers
         left = [n for n in range(count) if "hankel" not in self.layers.get(n, {})]
+        if not left:
+            return
         with self.console.progress(f"Hankel rank of {len(left)} layers", None, "token") as tracker:
             measured_hankel(model, rows, self.options, left, self._keep, tracker.advance)
 

@@ -169,6 +169,12 @@ def mixing_of(layer: Any, hidden: Tensor, arguments: dict[str, Any], number: int
     return mixing
 
 
+def splits_of(tokens: int, options: HankelOptions = HankelOptions()) -> list[int]:
+    """Where past and future part in a row of so many tokens."""
+    shares = options.splits or ((0.5,) if tokens > LONG else (0.25, 0.5, 0.75))
+    return sorted({min(max(round(share * tokens), 1), tokens - 1) for share in shares})
+
+
 def layer_hankel(mixing: Mixing, options: HankelOptions = HankelOptions()) -> Result:
     """Statistics of one layer: variant -> statistic (see spectrum_statistics, and `mass`) -> mean and p90 over heads.
 
@@ -177,8 +183,7 @@ def layer_hankel(mixing: Mixing, options: HankelOptions = HankelOptions()) -> Re
     if options.method not in ("auto", "exact", "estimate"):
         raise UsageError(f"There is no Hankel method {options.method!r}; use auto, exact or estimate.")
     sequences, _, tokens = mixing.shape
-    shares = options.splits or ((0.5,) if tokens > LONG else (0.25, 0.5, 0.75))
-    splits = sorted({min(max(round(share * tokens), 1), tokens - 1) for share in shares})
+    splits = splits_of(tokens, options)
     generator = torch.Generator(mixing.device).manual_seed(options.seed)
     results = []
     for sequence in range(sequences):

@@ -49,7 +49,7 @@ from hybridize.probing.select import how_many, share_of
 from hybridize.probing.swa_proxy import Change, Sweep, windows
 from hybridize.tasks.retrieval import TASKS, make_items, measure, summary
 from hybridize.tasks.scored import Scored, score_answers
-from hybridize.workspace import Workspace, check_place, write_json, write_text
+from hybridize.workspace import Workspace, check_place, named_errors, write_json, write_text
 
 
 def probe(
@@ -280,6 +280,8 @@ class _Run:
     def _hankel(self, model: Any, rows: dict[str, torch.Tensor]) -> None:
         count = model.config.num_hidden_layers
         left = [n for n in range(count) if "hankel" not in self.layers.get(n, {})]
+        if not left:
+            return
         with self.console.progress(f"Hankel rank of {len(left)} layers", None, "token") as tracker:
             measured_hankel(model, rows, self.options, left, self._keep, tracker.advance)
 
@@ -317,7 +319,8 @@ class _Run:
 
     def _write(self, record: Record) -> None:
         if self.folder is not None:
-            with (self.folder / LAYERS_FILE).open("a", encoding="utf-8") as file:
+            path = self.folder / LAYERS_FILE
+            with named_errors(path), path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
                 file.flush()
                 os.fsync(file.fileno())

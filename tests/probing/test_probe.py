@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import torch
 from priming_case import save_source
 from probing_case import SMALL
 from safetensors.torch import load_file, save_file
@@ -13,6 +14,7 @@ import hybridize
 from hybridize.cli import main
 from hybridize.errors import UsageError
 from hybridize.probing import run as probing_run
+from hybridize.probing.estimate import need
 from hybridize.probing.options import make_options, state_window
 from hybridize.probing.swa_proxy import Sweep, windows
 from hybridize.sources import Source
@@ -254,6 +256,20 @@ def test_dry_run_says_what_it_takes_and_writes_nothing(command, place, tmp_path)
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_dry_run_counts_the_blocks_of_the_hankel_rank():
+    qwen = Qwen3Config(
+        hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=99
+    )
+    needs = {}
+    for methods in (["swa"], ["swa", "hankel"]):
+        for context in (16_384, 32_768):
+            options = make_options(qwen, "m", methods=methods, context=context, sequences=4)
+            needs[len(methods), context] = need(qwen, options, 3, torch.float32, torch.device("cpu"))
+    assert needs[1, 32_768].work == pytest.approx(2 * needs[1, 16_384].work, rel=0.01)
+    assert needs[2, 32_768].work > 3 * 4 * 16_384**2  # one head's block, and what is computed from it
+    assert needs[2, 16_384].seconds > needs[1, 16_384].seconds
+
+
 def test_the_default_window_takes_the_bytes_of_a_state():
     """8 D^2 bytes per query head against 4 D per token and key head."""
     smol = LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
@@ -275,7 +291,7 @@ def test_retrieval_items_are_never_too_short_for_a_question():
     ("words", "exit_code", "part"),
     [
         (["--context", "5000"], 2, "more than the 2048 positions"),
-        (["--context", "2048"], 1, "No document is as long as one row of 2048 tokens"),
+        (["--context", "2048"], 1, "one row of 2048 tokens, the longest has "),
         (["--window", "64"], 2, "hides nothing of a context of 64"),
         (["--window", "8,8"], 2, "different sizes"),
         (["--window", "0"], 2, "at least 1 token"),

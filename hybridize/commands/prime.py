@@ -62,6 +62,14 @@ def command(
     baseline: Annotated[
         bool, typer.Option("--baseline", help="Train the source too, on the tokens of adapt, and measure it.")
     ] = False,
+    items: Annotated[
+        int | None,
+        typer.Option("--items", min=0, help="Retrieval items for each task and depth. Default: 10, on a CPU 2."),
+    ] = None,
+    prompts: Annotated[
+        int | None,
+        typer.Option("--prompts", min=0, help="Texts to write from held-out beginnings. Default: 20, on a CPU 4."),
+    ] = None,
     gate: Annotated[
         str,
         typer.Option(
@@ -96,7 +104,8 @@ def command(
 
     Then, where asked for, they learn the source's outputs end to end (distill), and the hybrid learns text (adapt).
     Without MODEL it is the one that the last run used, or else the built-in one; without --layers and --pattern, the
-    last probe of the model chooses the layers. An interrupted run continues with --resume.
+    last probe of the model chooses the layers. Beside the held-out loss, retrieval and generated text are measured of
+    the source and of the hybrid before and after training. An interrupted run continues with --resume.
 
     \b
     Examples:
@@ -146,6 +155,8 @@ def command(
         compute=compute,
         evaluate_every=evaluate_every,
         baseline=baseline,
+        items=items,
+        prompts=prompts,
         seed=seed,
         device=device,
         dtype=dtype,

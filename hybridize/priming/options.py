@@ -60,6 +60,8 @@ class PrimeOptions:
     compute: str = "float32"  # what distill and adapt compute in; masters are fp32
     evaluate_every: int = 0  # tokens; 0: not on the way
     baseline: bool = False
+    items: int = 0  # of retrieval, for each task and depth
+    prompts: int = 0  # of generation
 
     def steps(self, stage: str) -> int:
         """Steps of a stage that trains, from its share of the tokens; of `baseline` as many as of adapt."""
@@ -216,6 +218,9 @@ def check_budget(options: PrimeOptions) -> None:
             )
     if options.role("adapt") != options.adapt.train.role and "adapt" in options.stages:
         raise UsageError("Stage adapt would train less than stage distill; let it train as much.")
+    for name, value in (("items", options.items), ("prompts", options.prompts)):
+        if value < 0:
+            raise UsageError(f"--{name} is {value}; give 0 to leave them out, or more.")
     if options.evaluate_every < 0:
         raise UsageError(f"--evaluate-every is {options.evaluate_every}; give a number of tokens.")
     if options.evaluate_every and not {"distill", "adapt"} & set(options.stages):

@@ -35,6 +35,8 @@ def quickstart(
         init_tokens=8192,
         held_out_tokens=4096,
         context=512,
+        items=0,
+        prompts=0,
         output=output,
         device=device,
         dtype=dtype,

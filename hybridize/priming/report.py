@@ -8,7 +8,7 @@ from typing import Any
 from hybridize.console import Console, size
 from hybridize.errors import UsageError
 
-_STEPS = {
+STEPS = {
     "source": "source model",
     "converted": "converted, weights copied",
     "init": "after init",
@@ -17,6 +17,7 @@ _STEPS = {
     "adapt": "after adapt",
     "baseline": "source, same tokens",
 }
+_AGAINST = {"source": "to source", "baseline": "to source, same tokens"}
 
 
 def read_setting(text: str) -> tuple[str, Any]:
@@ -57,12 +58,14 @@ def show_dry_run(console: Console, report: dict[str, Any]) -> None:
 def show_report(console: Console, report: dict[str, Any]) -> None:
     """Losses before and after, and where the hybrid is."""
     losses = report["losses"]
-    source = losses["source"]["loss"]
+    against = [name for name in ("source", "baseline") if name in losses]
     rows = [
-        [_STEPS[name], f"{value['loss']:.4f}", f"{value['perplexity']:.2f}", f"{value['loss'] - source:+.4f}"]
+        [STEPS[name], f"{value['loss']:.4f}", f"{value['perplexity']:.2f}"]
+        + [f"{value['loss'] - losses[other]['loss']:+.4f}" for other in against]
         for name, value in losses.items()
     ]
-    console.table(["model", "held-out loss", "perplexity", "to source"], rows)
+    console.table(["model", "held-out loss", "perplexity", *(_AGAINST[name] for name in against)], rows)
+    _show_quality(console, report)
     console.report(
         {
             "pattern": report["pattern"],
@@ -72,6 +75,33 @@ def show_report(console: Console, report: dict[str, Any]) -> None:
             "hybrid": report["output"],
         }
     )
+
+
+def _show_quality(console: Console, report: dict[str, Any]) -> None:
+    """Retrieval and generation, a row for each model that was measured."""
+    if retrieval := report.get("retrieval"):
+        tasks = list(next(iter(retrieval.values())))
+        rows = [
+            [STEPS[name]] + [f"{found[task]['accuracy']:.0%} ({found[task]['log_probability']:.3f})" for task in tasks]
+            for name, found in retrieval.items()
+        ]
+        console.table(["model", *tasks], rows, "Retrieval: right answers (log-probability per token)")
+    if generation := report.get("generation"):
+        rows = [
+            [STEPS[name]]
+            + [
+                f"{found[mode]['good']} of {found[mode]['texts']} ({found[mode]['not_repetitive']}, "
+                f"{found[mode]['likely']}; {found[mode]['perplexity']:.1f})"
+                for mode in found
+            ]
+            for name, found in generation["models"].items()
+        ]
+        title = (
+            f"{generation['new_tokens']} tokens written: no {generation['ngram']}-gram more than "
+            f"{generation['repeats_allowed']} times (a), perplexity under the source below "
+            f"{generation['perplexity_bound']:.1f} (b)"
+        )
+        console.table(["model", "greedy: both (a, b; median)", "sampled: both (a, b; median)"], rows, title)
 
 
 def _cache_lines(cache: dict[str, Any]) -> dict[str, Any]:

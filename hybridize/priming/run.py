@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,13 +15,14 @@ from torch import Tensor
 from hybridize.builtin import BUILTIN, builtin_text, model_name, open_model
 from hybridize.console import Console
 from hybridize.devices import pick_device
-from hybridize.errors import CheckpointError
+from hybridize.errors import CheckpointError, UsageError
 from hybridize.hybrid.families import check_config
 from hybridize.hybrid.model import convert
 from hybridize.hybrid.plan import LayerPlan
 from hybridize.priming.accounting import Accounting, account
 from hybridize.priming.align import Aligner, AlignOptions, DivergedError
-from hybridize.priming.checkpoints import explained_write, read_checkpoint, write_checkpoint
+from hybridize.priming.checkpoints import read_checkpoint, write_checkpoint
+from hybridize.priming.finish import stated, write_hybrid
 from hybridize.priming.loop import Steps, run_steps
 from hybridize.priming.options import (
     DEFAULT_STAGES,
@@ -38,6 +38,8 @@ from hybridize.priming.options import (
     output_dtype,
     short_name,
 )
+from hybridize.priming.quality import make_quality
+from hybridize.priming.report import STEPS
 from hybridize.priming.roles import by_role, own_copies
 from hybridize.priming.stages import ADAPT, BEST, DISTILL, RowStream, Stage, StageOptions
 from hybridize.priming.trainer import Trainer
@@ -45,11 +47,10 @@ from hybridize.priming.transfer import StartOptions, fit_start
 from hybridize.sources import Source
 from hybridize.tasks.perplexity import mean_loss
 from hybridize.tasks.text import TextSplit, prepare, read_documents
-from hybridize.workspace import Workspace, atomic_folder, check_disk_space, check_place, write_json
+from hybridize.workspace import Workspace, check_disk_space, check_place, write_json
 
 _CHECKPOINT, _LOG = "checkpoint.pt", "log.jsonl"
 _TRAINING = ("align", "distill", "adapt", "baseline")
-_WEIGHTS = (".safetensors", ".bin", ".index.json", ".gguf", ".pt", ".pth", ".h5", ".msgpack")
 
 
 def prime(
@@ -76,6 +77,8 @@ def prime(
     compute: str | None = None,
     evaluate_every: int = 0,
     baseline: bool = False,
+    items: int | None = None,
+    prompts: int | None = None,
     seed: int = 0,
     device: str | None = None,
     dtype: str | None = None,
@@ -91,7 +94,8 @@ def prime(
     `stages` are init (closed form), align (each mixer by itself), distill (end to end, towards the source) and adapt
     (on the text); `tokens` is the budget of those that train, `context` the tokens per row. Distill and adapt compute
     in `compute` (bfloat16 on CUDA) with fp32 masters; with `evaluate_every` tokens, the best weights on the way are
-    kept; `baseline` trains the source too, on adapt's tokens. Other keywords are mixer settings such as num_iters.
+    kept; `baseline` trains the source too, on adapt's tokens. Retrieval is measured on `items` for each task and depth,
+    and generation on `prompts`, before and after; 0 leaves it out. Other keywords are mixer settings such as num_iters.
     Raises HybridizeError children; an interrupted run continues with resume=True to the same numbers.
     """
     console = console or Console(quiet=True)
@@ -108,21 +112,8 @@ def prime(
         last = place.last("probe", model=model_name(source))
         report = Path(last["value"]) if last else None
         plan, chosen = choose_layers(source.config.num_hidden_layers, ratio, layers, pattern, layer, report)
-        options = make_options(
-            source,
-            plan,
-            chosen,
-            stages,
-            tokens,
-            data,
-            context,
-            batch_size,
-            init_tokens,
-            held_out_tokens,
-            seed,
-            dtype,
-            target,
-        )
+        given = (chosen, stages, tokens, data, context, batch_size, init_tokens, held_out_tokens, seed, dtype)
+        options = make_options(source, plan, *given, target)
         origin = source.gguf or source.repository or source.path.name
         name = f"{Path(origin).name.removesuffix('.gguf')}-{short_name(plan)}"
         folder = place.run_folder(name)
@@ -137,6 +128,8 @@ def prime(
             compute=compute or ("bfloat16" if target.type == "cuda" else "float32"),
             evaluate_every=evaluate_every,
             baseline=baseline,
+            items=(2 if target.type == "cpu" else 10) if items is None else items,
+            prompts=(4 if target.type == "cpu" else 20) if prompts is None else prompts,
             settings=mixer_settings,
             revision=source.revision if source.repository else None,
         )
@@ -176,25 +169,27 @@ class _Run:
         self.options, self.source, self.plan, self.accounting = options, source, plan, accounting
         self.folder, self.device, self.dtype, self.console = folder, device, dtype, console
         self.workspace = workspace
+        self.measured: dict[str, Any] = {}  # what `quality` found, by model
 
     def work(self) -> dict[str, Any]:
         options, console = self.options, self.console
         saved = read_checkpoint(self.folder / _CHECKPOINT, self.device)
         rows = self._rows()
-        if saved and "stage" not in saved:
+        if saved and "measured" not in saved:
             raise CheckpointError(f"{self.folder} was begun by an earlier version; start the run without --resume.")
         if saved and saved["fingerprint"] != rows.fingerprint:
             raise CheckpointError(
                 f"The text of {options.data} has changed since {self.folder} was begun; start the run without --resume."
             )
-        teacher: Any = self.source.load(torch.float32, self.device)
+        self.quality = make_quality(options, self.source, rows.held_out, console)
+        teacher: Any = self._load_source()
         torch.manual_seed(options.seed)
         hybrid = convert(teacher, self.plan, share=True, **options.settings)
         hybrid.config.hybrid["source"]["revision"] = self.source.revision
         pending = [stage for stage in _TRAINING if options.steps(stage)]
         losses: dict[str, Any] = {}
         if saved:
-            losses = saved["losses"]
+            losses, self.measured = saved["losses"], saved["measured"]
             pending = pending[pending.index(saved["stage"]) :] if saved["stage"] in pending else []
             self._load(hybrid, saved["weights"], options.role(saved["stage"]))
         else:
@@ -204,11 +199,13 @@ class _Run:
                 "prime-run", self.folder, source=self.source.name, model=options.model, revision=options.revision
             )
             losses["source"] = self._measure(teacher, rows.held_out, "Held-out loss of the source")
+            self._judge(teacher, "source")
             losses["converted"] = self._measure(hybrid, rows.held_out, "Held-out loss after conversion")
             if "init" in options.stages:
                 errors = self._fit(teacher, hybrid, rows.train, options.start, "Init")
                 console.note(f"Mean relative error of the converted layers: {_mean(errors):.3f}")
                 losses["init"] = self._measure(hybrid, rows.held_out, "Held-out loss after init")
+            self._judge(hybrid, list(losses)[-1])
             self._save(pending[0] if pending else "", hybrid, losses, rows)
         for place, stage in enumerate(pending):
             training = saved["training"] if saved and place == 0 else None
@@ -218,6 +215,8 @@ class _Run:
                 if stage == "adapt" and not options.adapt.loss.needs_teacher:
                     teacher = None  # only its converted layers' attention is freed: the rest is the hybrid's as well
                 self._train(stage, teacher, hybrid, rows, losses, training)
+            if stage != "baseline" and pending[place + 1 :] in ([], ["baseline"]):
+                self._judge(hybrid, stage)
             self._save("".join(pending[place + 1 : place + 2]), hybrid, losses, rows)
         return self._finish(hybrid, losses, rows)
 
@@ -244,6 +243,8 @@ class _Run:
             self.console.warn(
                 f"The text has {rows.train.numel():,} tokens for a budget of {wanted:,}: it is read more than once."
             )
+        if options.evaluate_every and not len(rows.choosing):
+            raise UsageError("--evaluate-every needs held-out text of two rows at least; give longer text with --data.")
         return rows
 
     def _fit(self, teacher: Any, hybrid: Any, rows: Tensor, start: StartOptions, title: str) -> dict[int, float]:
@@ -282,7 +283,7 @@ class _Run:
     ) -> None:
         """Distill or adapt; or baseline, which trains the source itself."""
         options, chosen = self.options, self.options.options_of(name)
-        model = self.source.load(torch.float32, self.device) if name == "baseline" else hybrid
+        model = self._load_source() if name == "baseline" else hybrid
         stage = Stage(
             model,
             teacher,
@@ -292,7 +293,7 @@ class _Run:
             options.steps(name),
             getattr(torch, options.compute),
             self.folder,
-            lambda model: mean_loss(model, rows.held_out, options.batch_size),
+            lambda model: mean_loss(model, rows.choosing, options.batch_size),
             max(1, options.evaluate_every // options.step_tokens(name)) if options.evaluate_every else 0,
         )
         if training:
@@ -306,6 +307,8 @@ class _Run:
         if (step := stage.finish()) != options.steps(name):
             self.console.note(f"The best held-out loss was that of step {step}: these weights are kept.")
         losses[name] = self._measure(model, rows.held_out, f"Held-out loss after {name}")
+        if name == "baseline":
+            self._judge(model, name)
 
     def _run_steps(self, stage: str, done: int, take: Any, save: Any, shows: str = "loss") -> None:
         options = self.options
@@ -325,6 +328,9 @@ class _Run:
             raise DivergedError(f"{title} is {loss}; no hybrid was written.")
         return loss
 
+    def _judge(self, model: Any, name: str) -> None:
+        self.measured[name] = self.quality.measure(model, STEPS[name], self.console)
+
     # -- files -------------------------------------------------------------------------------------------------------
 
     def _save(
@@ -341,8 +347,17 @@ class _Run:
         weights = {name: p.detach() for name, p in trained.items()}
         if trainer is not None:
             weights.update({name: x.detach() for name, x in trainer.masters.masters.items()})
-        content = {"stage": stage, "training": training, "weights": weights, "losses": losses}
+        content = {
+            "stage": stage,
+            "training": training,
+            "weights": weights,
+            "losses": losses,
+            "measured": self.measured,
+        }
         write_checkpoint(self.folder / _CHECKPOINT, {**content, "fingerprint": rows.fingerprint})
+
+    def _load_source(self) -> Any:
+        return self.source.load(torch.float32, self.device)
 
     def _load(self, hybrid: Any, weights: dict[str, Tensor], role: str) -> None:
         if role != "mixers":
@@ -354,12 +369,13 @@ class _Run:
 
     def _finish(self, hybrid: Any, losses: dict[str, Any], rows: TextSplit) -> dict[str, Any]:
         options = self.options
-        report: dict[str, Any] = {
+        report = {
             **describe(options, self.source),
             **self.accounting.summary(),
-            "losses": {
-                name: {"loss": value, "perplexity": math.exp(min(value, 700.0))} for name, value in losses.items()
-            },
+            **stated(losses),
+            **self.quality.report(
+                self.measured, losses["source"], lambda: self.source.load(torch.float32, self.device)
+            ),
             "train_tokens": sum(options.steps(name) * options.step_tokens(name) for name in _TRAINING[:-1]),
             "held_out_tokens": rows.held_out.numel(),
             "text_fingerprint": rows.fingerprint,
@@ -367,24 +383,11 @@ class _Run:
             "output": options.output,
             "run": str(self.folder),
         }
-        with explained_write(options.output), atomic_folder(options.output) as partial:
-            hybrid.to(self.dtype).save_pretrained(partial)
-            self._copy_companions(partial)
-            write_json(partial / "prime.json", report)
+        write_hybrid(hybrid, self.source, options.output, self.dtype, report)
         self.workspace.record("hybrid", Path(options.output), source=self.source.name, pattern=str(self.plan))
         for name in (_CHECKPOINT, BEST):
             (self.folder / name).unlink(missing_ok=True)  # the run is done; the folder keeps its options and curve
         return report
-
-    def _copy_companions(self, folder: Path) -> None:
-        """Tokenizer, chat template, generation config, licence: byte for byte, except from inside a GGUF."""
-        if self.source.gguf:
-            self.source.tokenizer.save_pretrained(folder)
-            return
-        for path in sorted(self.source.path.iterdir()):
-            own = path.name in ("config.json", "README.md", "prime.json") or path.name.endswith(_WEIGHTS)
-            if path.is_file() and not own and not path.name.startswith("."):
-                shutil.copyfile(path, folder / path.name)
 
 
 def _mean(values: dict[int, float]) -> float:

@@ -21,10 +21,15 @@ TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py", ".jsonl"}
 
 @dataclass(frozen=True)
 class TextSplit:
-    """Rows of token ids, int64 [N, context], to train on and to measure on, and a fingerprint of both."""
+    """Rows of token ids, int64 [N, context], and a fingerprint of them all.
+
+    train: to learn from; held_out: what results are stated on; choosing: other held-out rows, on which one of several
+    results may be chosen (none where there is only one row to hold out).
+    """
 
     train: Tensor
     held_out: Tensor
+    choosing: Tensor
     fingerprint: str
 
 
@@ -154,9 +159,12 @@ def prepare(
         train_documents, held_documents = hold_out(documents)
     else:
         train_documents, held_documents = list(documents), list(held_out)
-    held = token_rows(held_documents, tokenizer, context, held_out_tokens, "held-out document")
+    more = max(context, held_out_tokens // 4)
+    held = token_rows(held_documents, tokenizer, context, held_out_tokens + more, "held-out document")
+    # Held-out rows take turns by document, so the last ones are seldom of a document that the first ones are of.
+    stated = min(max(1, held_out_tokens // context), max(1, len(held) - max(1, len(held) // 5)))
     train = token_rows(train_documents, tokenizer, context, tokens)
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
     train = train[order]
     digest = hashlib.sha256(train.numpy().tobytes() + held.numpy().tobytes()).hexdigest()[:16]
-    return TextSplit(train, held, digest)
+    return TextSplit(train, held[:stated], held[stated:], digest)

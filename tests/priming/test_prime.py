@@ -116,12 +116,12 @@ def test_an_output_that_cannot_be_made_is_said_before_the_work(prime, tmp_path):
 
 
 def test_full_disk_leaves_nothing_under_the_final_name(prime, tmp_path, monkeypatch):
-    from hybridize.priming import run
+    from hybridize.priming import finish
 
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "out"))
 
-    monkeypatch.setattr(run._Run, "_copy_companions", full)
+    monkeypatch.setattr(finish, "copy_companions", full)
     code, _, err = prime("--tokens", 64, "--output", tmp_path / "out")
     assert code == 1 and "disk is full" in err
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))

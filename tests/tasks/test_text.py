@@ -37,6 +37,14 @@ def test_no_row_holds_two_documents_and_held_out_documents_are_never_trained_on(
     assert len(train) + len(held) == 60
 
 
+def test_results_are_chosen_on_other_rows_than_they_are_stated_on():
+    rows = rows_of(lettered(400))
+    assert len(rows.held_out) == 10 and len(rows.choosing) == 2
+    scarce = rows_of([("a", "x" * 400)])  # 20 held-out tokens
+    assert len(scarce.held_out) == len(scarce.choosing) == 1
+    assert len(rows_of([("a", "x" * 200)]).choosing) == 0
+
+
 def test_rows_are_the_same_every_time_and_shuffled_by_the_seed():
     one, two, other = rows_of(lettered(60)), rows_of(lettered(60)), rows_of(lettered(60), seed=4)
     assert torch.equal(one.train, two.train) and torch.equal(one.held_out, two.held_out)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hybridize.errors import CheckpointError, ConversionError, SourceError
 from hybridize.hybrid.cache import install_state_layers
@@ -193,6 +194,9 @@ def install_mixers(model: Any) -> None:
     body = model.base_model
     body_class: Any = type(body)
     body.__class__ = _body_class(body_class)
+    # Which outputs (output_hidden_states, ...) can be recorded was noted under the name of the source's class. The
+    # registry of transformers 5.24 takes models where a dictionary takes names.
+    dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(body)), body._can_record_outputs)
     for i, kind in enumerate(plan_of(model.config).kinds):
         if kind is None:
             continue

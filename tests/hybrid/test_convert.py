@@ -213,3 +213,31 @@ def test_classes_and_training_mode():
         small = name.rsplit(".", 1)[-1] in {"A_log", "dt_bias", "D"}
         assert p.dtype == (torch.float32 if small else torch.bfloat16), name
     assert run(model, tokens(1, 9)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen3_moe"])
+@pytest.mark.parametrize("seen_before", [False, True])
+def test_outputs_on_the_way_are_given_as_by_the_source(case, seen_before, tmp_path):
+    plain, ids = source(case, 4), tokens(2, 9)
+    plain.set_attn_implementation("eager")
+    wanted = {"output_hidden_states": True, "output_attentions": True}
+    if case == "qwen3_moe":
+        wanted["output_router_logits"] = True
+    if seen_before:
+        run(plain, ids, **wanted)
+    model = hybridize.convert(plain, LayerPlan.from_pattern("*-*-GDN-*"))
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    want = run(plain, ids, **wanted)
+    for ours in (model, loaded):
+        got = run(ours, ids, **wanted)
+        assert len(got.hidden_states) == len(want.hidden_states) == 5
+        assert len(got.attentions) == 3  # of the layers that are attention
+        for i in range(3):
+            assert torch.equal(got.hidden_states[i], want.hidden_states[i])
+        assert all(torch.equal(got.attentions[i], want.attentions[i]) for i in range(2))
+        assert not torch.equal(got.hidden_states[3], want.hidden_states[3])
+        assert torch.equal(ours.lm_head(got.hidden_states[-1]), got.logits)
+        if case == "qwen3_moe":
+            assert len(got.router_logits) == len(want.router_logits) == 4
+        assert run(ours, ids).hidden_states is None

@@ -18,6 +18,7 @@ from hybridize import __version__
 from hybridize.commands import COMMANDS, Command
 from hybridize.console import Console
 from hybridize.errors import DEBUG_VARIABLE, HybridizeError, Interrupted, UsageError, explain
+from hybridize.processes import rank
 
 EPILOG = "A command's own --help shows its options and examples."
 
@@ -25,7 +26,7 @@ EPILOG = "A command's own --help shows its options and examples."
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if not sys.stderr.isatty() or {"--quiet", "-q"} & set(arguments):
+    if rank() > 0 or not sys.stderr.isatty() or {"--quiet", "-q"} & set(arguments):
         os.environ.setdefault("TQDM_DISABLE", "1")  # other libraries' bars; tqdm reads it when it is imported
     try:
         code = _run(arguments)
@@ -113,6 +114,8 @@ def _report(error: BaseException) -> int:
 
         traceback.print_exception(error)
     sentence = explain(error)
+    if rank() > 0 and isinstance(error, HybridizeError):
+        return error.exit_code  # the first process says it
     if sentence is None:
         sentence = f"hybridize failed unexpectedly: {type(error).__name__}: {_first_line(error)}"
         if os.environ.get(DEBUG_VARIABLE) != "1":

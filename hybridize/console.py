@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hybridize.processes import rank as process_rank
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -31,11 +33,14 @@ class Console:
 
     def __init__(self, *, json: bool = False, quiet: bool = False) -> None:
         self.json = json
-        self.quiet = quiet
+        self.silent = process_rank() > 0  # of several processes, the first one speaks
+        self.quiet = quiet or self.silent
         self._live: Progress | None = None
 
     def result(self, data: Mapping[str, Any], human: Callable[[], None] | None = None) -> None:
         """Print the command's result: as JSON, or by calling `human`, or else as a report of the data."""
+        if self.silent:
+            return
         if self.json:
             print(json.dumps(plain(data), indent=2, ensure_ascii=False, allow_nan=False))
         elif human is not None:
@@ -54,11 +59,12 @@ class Console:
 
     def warn(self, text: str) -> None:
         """Say on stderr what a person should know, in every mode."""
-        self._stderr(f"Warning: {text}")
+        if not self.silent:
+            self._stderr(f"Warning: {text}")
 
     def error(self, text: str) -> None:
         """Say on stderr why the command failed."""
-        self._stderr(f"Error: {text}")
+        self._stderr(f"Error, process {process_rank()}: {text}" if self.silent else f"Error: {text}")
 
     def report(self, values: Mapping[str, Any], title: str | None = None) -> None:
         """Print names and values in two columns."""

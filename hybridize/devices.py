@@ -1,18 +1,25 @@
 """Which device and number format to use where a person did not say."""
 
+import os
 from typing import TYPE_CHECKING
 
 from hybridize.errors import UsageError
+from hybridize.processes import world
 
 if TYPE_CHECKING:
     import torch
 
 
 def pick_device(name: str | None = None) -> "torch.device":
-    """The device of that name, or the fastest one there is; UsageError where it is absent."""
+    """The device of that name, or the fastest one there is; UsageError where it is absent.
+
+    Of several processes on a machine with GPUs, each has its own.
+    """
     import torch
 
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if world() > 1 and (name == "cuda" or (name is None and cuda)):
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     if name is None:
         return torch.device("cuda" if cuda else "mps" if mps else "cpu")
     try:

@@ -9,7 +9,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Each room and the rooms it may import; every room may import itself.
-BASE = {"errors", "devices", "weights"}
+BASE = {"errors", "devices", "weights", "processes"}
 ALLOWED: dict[str, set[str]] = {
     "kernels": set(),
     "mixers": {"kernels", "errors"},
@@ -19,17 +19,30 @@ ALLOWED: dict[str, set[str]] = {
     "probing": {"priming", "tasks", "hybrid", "mixers", "kernels", "sources", "builtin", "console", "workspace", *BASE},
     "commands": {"probing", "priming", "tasks", "hybrid", "sources", "builtin", "console", "workspace", *BASE},
     "errors": set(),
-    "console": {"errors"},
-    "devices": {"errors"},
+    "console": {"errors", "processes"},
+    "devices": {"errors", "processes"},
+    "processes": set(),
     "weights": {"errors"},
     "workspace": {"console", "errors"},
     "sources": {"devices", "errors", "weights"},
     "builtin": {"errors", "sources", "workspace"},
-    "cli": {"commands", "console", "errors"},
+    "cli": {"commands", "console", "errors", "processes"},
     "__main__": {"cli"},
     "_hook": {"hybrid"},
 }
-LIGHT = ["__init__", "_hook", "errors", "console", "workspace", "devices", "weights", "sources", "builtin", "cli"]
+LIGHT = [
+    "__init__",
+    "_hook",
+    "errors",
+    "processes",
+    "console",
+    "workspace",
+    "devices",
+    "weights",
+    "sources",
+    "builtin",
+    "cli",
+]
 
 
 def files() -> list[Path]:

@@ -15,7 +15,7 @@ from hybridize.priming.trainer import Trainer, TrainOptions
 ROLES = {"mixers": LossWeights(kl=1.0, hidden=0.2), "all": LossWeights(cross_entropy=1.0, kl=0.3)}
 
 
-def trainer(role, sharded):
+def trainer(role, sharded, dtype=torch.float32):
     teacher, hybrid = pair("llama")  # tied embeddings
     trained = by_role(hybrid, role, [1, 3])
     if role != "mixers":
@@ -26,13 +26,27 @@ def trainer(role, sharded):
     objective = Objective(hybrid, ROLES[role], teacher)
     options = TrainOptions(role, lr=1e-2, accumulate=2, recompute=role == "all")
     if not sharded:
-        return Trainer(objective, trained, RandomStream(60), options, 6)
-    shard(objective)
+        return Trainer(objective, trained, RandomStream(60), options, 6, dtype, teacher)
+    shard(objective, dtype)
     return ShardedTrainer(objective, by_role(hybrid, role, [1, 3]), RandomStream(60), options, 6)
 
 
 def steps(one, count):
     return [one.step() for _ in range(count)]
+
+
+def in_bf16(role):
+    """Losses of a few steps that compute in bf16, and in what the first mixer's parameters compute."""
+    one, seen = trainer(role, True, torch.bfloat16), {}
+    mixer = one.objective.student.base_model.layers[1].self_attn
+
+    def look(module, args):
+        seen.update({name: str(p.dtype) for name, p in mixer.named_parameters()})
+
+    mixer.v_proj.register_forward_pre_hook(look)
+    losses = [line["loss"] for line in steps(one, 3)]
+    assert all(p.dtype == torch.float32 for p in one.masters.trained.values())
+    return {"losses": losses, "seen": seen}
 
 
 def main(path):
@@ -47,6 +61,7 @@ def main(path):
         again = trainer(role, sharded=True)
         again.load_state(saved)
         results[role] = {"lines": before + after, "again": steps(again, 3), "state": one.state()}
+        results[role]["bf16"] = in_bf16(role)
         assert any(type(p).__name__ == "DTensor" for p in one.masters.trained.values())
     if dist.get_rank() == 0:
         torch.save(results, path)

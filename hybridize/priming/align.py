@@ -14,6 +14,7 @@ from hybridize.errors import HybridizeError
 from hybridize.hybrid.model import mixers
 from hybridize.hybrid.walk import first, token_weights
 from hybridize.mixers.base import Mixer
+from hybridize.processes import total, world
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Aligner:
     def step(self, ids: Tensor) -> dict[int, float]:
         """One update on ids [B, T]; returns each converted layer's relative squared error before the update."""
         self.optimiser.zero_grad(set_to_none=True)
-        losses = self._follow(ids) if self.options.follow else self._imitate(ids)
+        losses = self._add_up(self._follow(ids) if self.options.follow else self._imitate(ids))
         norms = [torch.nn.utils.clip_grad_norm_(self.mixers[i].parameters(), self.options.clip) for i in losses]
         # One read from the device for both; checked before the update, so that a checkpoint never holds a broken one.
         values, sizes = torch.stack([torch.stack(list(losses.values())), torch.stack(norms).float()]).tolist()
@@ -78,9 +79,23 @@ class Aligner:
         self.steps_done += 1
         return dict(zip(losses, values, strict=True))
 
-    def _imitate(self, ids: Tensor) -> dict[int, Tensor]:
+    def _add_up(self, found: dict[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
+        """Each layer's loss over the rows of all processes, and its gradients in all of them."""
+        if world() == 1:
+            return {layer: loss for layer, (loss, _) in found.items()}
+        own = torch.stack([energy for _, energy in found.values()])
+        losses = torch.stack([loss for loss, _ in found.values()])
+        energies = total(own.clone())
+        # A loss is a sum of errors over a sum of energies, so it counts as the energy that it is relative to.
+        for layer, share in zip(found, own / energies, strict=True):
+            for p in self.mixers[layer].parameters():
+                if p.grad is not None:
+                    total(p.grad.mul_(share))
+        return dict(zip(found, total(losses * own / energies), strict=True))
+
+    def _imitate(self, ids: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
         """Mixers see the source's hidden states: one forward of the source, each mixer's backward on the way."""
-        losses: dict[int, Tensor] = {}
+        losses: dict[int, tuple[Tensor, Tensor]] = {}
         streams: dict[int, Tensor] = {}
 
         def learn(layer: int, given: Tensor, output: Tensor, kwargs: dict[str, Any]) -> None:
@@ -89,10 +104,10 @@ class Aligner:
         self._run(self.source, ids, streams, learn)
         return losses
 
-    def _follow(self, ids: Tensor) -> dict[int, Tensor]:
+    def _follow(self, ids: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
         """Mixers see the hybrid's hidden states and aim where the source's residual stream stands behind attention."""
         goals: dict[int, tuple[Tensor, Tensor]] = {}
-        losses: dict[int, Tensor] = {}
+        losses: dict[int, tuple[Tensor, Tensor]] = {}
         theirs: dict[int, Tensor] = {}
         ours: dict[int, Tensor] = {}
 
@@ -146,13 +161,19 @@ class Aligner:
                 hook.remove()
 
 
-def learn_from(mixer: Mixer, given: Tensor, target: Tensor, weights: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """Backward of the weighted relative squared error of mixer(given) into the mixer's parameters; returns it."""
+def learn_from(
+    mixer: Mixer, given: Tensor, target: Tensor, weights: Tensor, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Backward of the weighted relative squared error of mixer(given) into the mixer's parameters.
+
+    Returns it, and the weighted square of the target that it is relative to.
+    """
     target = target.detach().float()
     with torch.enable_grad():
         # Not mixer(...): that would run the hook that called us.
         output = mixer.o_proj(mixer.features(given.detach(), kwargs.get("position_embeddings")))
         error = ((output.float() - target).square() * weights).sum()
-        loss = error / (target.square() * weights).sum().clamp(min=1e-12)
+        energy = (target.square() * weights).sum().clamp(min=1e-12)
+        loss = error / energy
         loss.backward()
-    return loss.detach()
+    return loss.detach(), energy

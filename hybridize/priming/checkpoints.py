@@ -13,10 +13,16 @@ import torch
 from safetensors import SafetensorError
 
 from hybridize.errors import CheckpointError
+from hybridize.processes import rank, wait
 
 
 def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
-    """Replace the checkpoint at `path` in one step; when that fails, the old one stays and no part of the new one."""
+    """Replace the checkpoint at `path` in one step; when that fails, the old one stays and no part of the new one.
+
+    Of several processes, the first one writes, and the others go on when it is there.
+    """
+    if rank() > 0:
+        return wait()
     partial = path.with_name(f".{path.name}.partial")
     try:
         # Given a path, torch.save reports a full disk as an internal error.
@@ -28,6 +34,7 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+    wait()
 
 
 def read_checkpoint(path: Path, device: torch.device) -> dict[str, Any] | None:

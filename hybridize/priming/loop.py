@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 from hybridize.console import Console
 from hybridize.errors import Interrupted
 from hybridize.priming.align import DivergedError
+from hybridize.processes import any_of, rank
 from hybridize.workspace import write_text
 
 SAVE_AFTER = 60.0  # seconds of work that a killed run loses at most
@@ -40,12 +42,13 @@ def run_steps(steps: Steps, folder: Path, log: Path, earlier: list[str], console
     `earlier` are the stages before this one, whose lines stay. Raises Interrupted after Ctrl-C, when all is saved, and
     DivergedError with where the last good checkpoint is.
     """
-    _drop_lines_from(log, steps.stage, steps.done, earlier)
+    if rank() == 0:
+        _drop_lines_from(log, steps.stage, steps.done, earlier)
     saved_at, saved_step = time.monotonic(), steps.done
     with (
         console.progress(steps.stage.capitalize(), steps.total * steps.tokens, "token") as tracker,
         _stop_gently() as stop,
-        log.open("a", encoding="utf-8") as lines,
+        (log if rank() == 0 else Path(os.devnull)).open("a", encoding="utf-8") as lines,
     ):
         tracker.advance(steps.done * steps.tokens)
         for step in range(steps.done, steps.total):
@@ -59,10 +62,12 @@ def run_steps(steps: Steps, folder: Path, log: Path, earlier: list[str], console
             lines.write(json.dumps({"stage": steps.stage, "step": step, **line}) + "\n")
             lines.flush()
             tracker.advance(steps.tokens, f"{steps.shows} {line['loss']:.4f}")
-            if stop.is_set() or time.monotonic() - saved_at > SAVE_AFTER:
+            # Saving takes all processes, and a Ctrl-C may reach them at different steps.
+            stopped, due = any_of(stop.is_set(), time.monotonic() - saved_at > SAVE_AFTER)
+            if stopped or due:
                 steps.save()
                 saved_at, saved_step = time.monotonic(), step + 1
-            if stop.is_set() and step + 1 < steps.total:
+            if stopped and step + 1 < steps.total:
                 raise Interrupted(
                     f"Stopped after {step + 1} of {steps.total} steps; everything is kept in {folder}: "
                     "continue with hybridize prime --resume."

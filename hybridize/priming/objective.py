@@ -54,14 +54,17 @@ class Objective(nn.Module):
         self._teacher = [teacher] if weights.needs_teacher else []
         self.shared_layers = _shared_layers(student, teacher) if self._teacher else 0
 
-    def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """Sums over the batch's predicted tokens: `loss`, which has gradients, and its unweighted parts."""
-        given, entering = self._teach(batch) if self._teacher else (None, None)
-        with _starting_at(self.student.base_model, self.shared_layers):
+    def forward(self, batch: Batch, score: bool = False) -> dict[str, Tensor]:
+        """Sums over the batch's predicted tokens: `loss`, which has gradients, and its unweighted parts.
+
+        score: the loss is the student's next-token loss alone, whatever it trains for.
+        """
+        given, entering = self._teach(batch) if self._teacher and not score else (None, None)
+        with _starting_at(self.student.base_model, 0 if score else self.shared_layers):
             inputs = {"input_ids": batch.ids} if entering is None else {"inputs_embeds": entering}
             out = self.student.base_model(**inputs, position_ids=batch.positions, use_cache=False)
         hidden = predicted(out.last_hidden_state, batch.targets)
-        w = self.weights
+        w = LossWeights(cross_entropy=1.0) if score else self.weights
         sums = TokenSums(*hidden.new_zeros(3, dtype=torch.float32))
         if w.cross_entropy or w.kl:
             wanted = batch.ids[:, 1:][batch.targets[:, 1:]]

@@ -22,6 +22,7 @@ from hybridize.priming.objective import LossWeights
 from hybridize.priming.roles import ROLES
 from hybridize.priming.stages import ADAPT, DISTILL, StageOptions
 from hybridize.priming.transfer import StartOptions
+from hybridize.processes import world
 from hybridize.sources import Source
 from hybridize.workspace import Workspace
 
@@ -190,6 +191,7 @@ def make_options(
         init_tokens = max(16_384, 8 * heads * head_dim)
     if batch_size is None:
         batch_size = max(1, (2048 if device.type == "cpu" else 8192) // context)
+        batch_size += -batch_size % world()
     return PrimeOptions(
         model=model_name(source),
         pattern=str(plan),
@@ -227,6 +229,12 @@ def check_budget(options: PrimeOptions) -> None:
         raise UsageError("--evaluate-every is for the stages distill and adapt; name one in --stages.")
     if options.baseline and "adapt" not in options.stages:
         raise UsageError("--baseline trains the source on the tokens of stage adapt; name adapt in --stages.")
+
+
+def check_shares(batch_size: int) -> None:
+    """UsageError where a batch's rows cannot be shared evenly by the processes."""
+    if batch_size % world():
+        raise UsageError(f"{batch_size} rows a batch cannot be shared by {world()} processes; give a multiple.")
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
@@ -292,6 +300,13 @@ def describe(options: PrimeOptions, source: Source) -> dict[str, Any]:
         **{stage: asdict(options.options_of(stage)) for stage in ("distill", "adapt") if stage in options.stages},
         "mixer_settings": options.settings,
     }
+
+
+def chosen_layers(options: PrimeOptions, plan: LayerPlan) -> str:
+    """Which layers are converted and why, for a person."""
+    if options.chosen == SPACED:
+        return "No probe of this model was made here: the layers to convert are evenly spaced."
+    return f"Layers to convert, {options.chosen}: {', '.join(map(str, plan.layers))}."
 
 
 def short_name(plan: LayerPlan) -> str:

@@ -15,10 +15,13 @@ from torch import Tensor
 
 from hybridize.console import Console
 from hybridize.errors import DataError
+from hybridize.priming.align import DivergedError
 from hybridize.priming.options import PrimeOptions
+from hybridize.processes import rank, total, world
 from hybridize.sources import Source
 from hybridize.tasks import generation, retrieval
 from hybridize.tasks.generation import NEW_TOKENS, continue_text, judge, source_perplexity, take_prompts
+from hybridize.tasks.perplexity import mean_loss
 
 LIKELY = 2.0  # a text is likely when its perplexity is below so many times that of the held-out text, under the source
 
@@ -72,6 +75,17 @@ class Quality:
             found = source_perplexity(source, self.prompts, written, self.batch_tokens)
             result[mode] = judge(written, found, bound)
         return result
+
+
+def shared_loss(model: Any, rows: Tensor, batch_size: int, title: str, advance: Callable[[int], None]) -> float:
+    """Mean held-out loss over rows [N, T], each of several processes taking its share; DivergedError if not finite."""
+    mine = rows[rank() :: world()]
+    loss = mean_loss(model, mine, batch_size, lambda tokens: advance(tokens * world())) if len(mine) else 0.0
+    if world() > 1:
+        loss = float(total(torch.tensor(loss * len(mine), dtype=torch.float64))) / len(rows)
+    if not math.isfinite(loss):
+        raise DivergedError(f"{title} is {loss}; no hybrid was written.")
+    return loss
 
 
 def make_quality(options: PrimeOptions, source: Source, held_out: Tensor, console: Console) -> Quality:

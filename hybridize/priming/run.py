@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,35 +16,36 @@ from hybridize.console import Console
 from hybridize.devices import pick_device
 from hybridize.errors import CheckpointError, UsageError
 from hybridize.hybrid.families import check_config
-from hybridize.hybrid.model import convert
+from hybridize.hybrid.model import convert, mixers
 from hybridize.hybrid.plan import LayerPlan
 from hybridize.priming.accounting import Accounting, account
-from hybridize.priming.align import Aligner, AlignOptions, DivergedError
+from hybridize.priming.align import Aligner, AlignOptions
 from hybridize.priming.checkpoints import read_checkpoint, write_checkpoint
 from hybridize.priming.finish import stated, write_hybrid
 from hybridize.priming.loop import Steps, run_steps
 from hybridize.priming.options import (
     DEFAULT_STAGES,
     RUN_FILE,
-    SPACED,
     PrimeOptions,
     check_budget,
     check_settings,
+    check_shares,
     choose_layers,
+    chosen_layers,
     describe,
     last_run,
     make_options,
     output_dtype,
     short_name,
 )
-from hybridize.priming.quality import make_quality
+from hybridize.priming.quality import make_quality, shared_loss
 from hybridize.priming.report import STEPS
 from hybridize.priming.roles import by_role, own_copies
 from hybridize.priming.stages import ADAPT, BEST, DISTILL, RowStream, Stage, StageOptions
 from hybridize.priming.trainer import Trainer
 from hybridize.priming.transfer import StartOptions, fit_start
+from hybridize.processes import alike, from_first, joined, rank, world
 from hybridize.sources import Source
-from hybridize.tasks.perplexity import mean_loss
 from hybridize.tasks.text import TextSplit, prepare, read_documents
 from hybridize.workspace import Workspace, check_disk_space, check_place, write_json
 
@@ -134,10 +134,7 @@ def prime(
             revision=source.revision if source.repository else None,
         )
         check_budget(options)
-    if options.chosen == SPACED:
-        console.note("No probe of this model was made here: the layers to convert are evenly spaced.")
-    else:
-        console.note(f"Layers to convert, {options.chosen}: {', '.join(map(str, plan.layers))}.")
+    console.note(chosen_layers(options, plan))
     solves = "init" in options.stages and options.start.solve
     number = output_dtype(source, options.dtype)
     check_settings(plan, options.settings)
@@ -148,7 +145,10 @@ def prime(
         return {"dry_run": True, **describe(options, source), **accounting.summary(), "output": str(final)}
     # Weights and two moments, twice while a checkpoint is replaced; and where they are kept, the best weights.
     check_disk_space(final, accounting.checkpoint_bytes + 28 * accounting.trained_parameters)
-    return _Run(options, source, plan, accounting, folder, target, number, console, place).work()
+    check_shares(options.batch_size)
+    with joined(target):
+        folder, options = from_first((folder, options))
+        return _Run(options, source, plan, accounting, folder, target, number, console, place).work()
 
 
 class _Run:
@@ -169,6 +169,7 @@ class _Run:
         self.options, self.source, self.plan, self.accounting = options, source, plan, accounting
         self.folder, self.device, self.dtype, self.console = folder, device, dtype, console
         self.workspace = workspace
+        self.load_source: Callable[[], Any] = lambda: source.load(torch.float32, device)
         self.measured: dict[str, Any] = {}  # what `quality` found, by model
 
     def work(self) -> dict[str, Any]:
@@ -182,7 +183,7 @@ class _Run:
                 f"The text of {options.data} has changed since {self.folder} was begun; start the run without --resume."
             )
         self.quality = make_quality(options, self.source, rows.held_out, console)
-        teacher: Any = self._load_source()
+        teacher: Any = self.load_source()
         torch.manual_seed(options.seed)
         hybrid = convert(teacher, self.plan, share=True, **options.settings)
         hybrid.config.hybrid["source"]["revision"] = self.source.revision
@@ -193,11 +194,8 @@ class _Run:
             pending = pending[pending.index(saved["stage"]) :] if saved["stage"] in pending else []
             self._load(hybrid, saved["weights"], options.role(saved["stage"]))
         else:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(self.folder / RUN_FILE, {"options": asdict(options)})
-            self.workspace.record(
-                "prime-run", self.folder, source=self.source.name, model=options.model, revision=options.revision
-            )
+            if rank() == 0:
+                self._begin()
             losses["source"] = self._measure(teacher, rows.held_out, "Held-out loss of the source")
             self._judge(teacher, "source")
             losses["converted"] = self._measure(hybrid, rows.held_out, "Held-out loss after conversion")
@@ -219,6 +217,12 @@ class _Run:
                 self._judge(hybrid, stage)
             self._save("".join(pending[place + 1 : place + 2]), hybrid, losses, rows)
         return self._finish(hybrid, losses, rows)
+
+    def _begin(self) -> None:
+        kept = {"model": self.options.model, "revision": self.options.revision}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.folder / RUN_FILE, {"options": asdict(self.options)})
+        self.workspace.record("prime-run", self.folder, source=self.source.name, **kept)
 
     # -- stages ------------------------------------------------------------------------------------------------------
 
@@ -254,7 +258,9 @@ class _Run:
         last = max(self.plan.layers)
         total = sum(ids.numel() for ids in batches) * (last + 1)
         with self.console.progress(f"{title}: least squares, {last + 1} layers", total, "token") as tracker:
-            return fit_start(teacher, hybrid, batches, start, tracker.advance)
+            errors = fit_start(teacher, hybrid, batches, start, tracker.advance)
+        alike(p for mixer in mixers(hybrid).values() for p in mixer.parameters())
+        return errors
 
     def _align(self, teacher: Any, hybrid: Any, rows: TextSplit, losses: dict[str, Any], training: Any) -> None:
         options = self.options
@@ -264,7 +270,7 @@ class _Run:
             aligner.steps_done = training["step"]
 
         def take(step: int) -> dict[str, Any]:
-            errors = aligner.step(self._batch(rows.train, step))
+            errors = aligner.step(self._batch(rows.train, step)[rank() :: world()])
             return {"loss": _mean(errors), "layers": errors}
 
         def save() -> None:
@@ -283,7 +289,7 @@ class _Run:
     ) -> None:
         """Distill or adapt; or baseline, which trains the source itself."""
         options, chosen = self.options, self.options.options_of(name)
-        model = self._load_source() if name == "baseline" else hybrid
+        model = self.load_source() if name == "baseline" else hybrid
         stage = Stage(
             model,
             teacher,
@@ -293,7 +299,7 @@ class _Run:
             options.steps(name),
             getattr(torch, options.compute),
             self.folder,
-            lambda model: mean_loss(model, rows.choosing, options.batch_size),
+            lambda trainer: trainer.held_out(rows.choosing, options.batch_size),
             max(1, options.evaluate_every // options.step_tokens(name)) if options.evaluate_every else 0,
         )
         if training:
@@ -323,10 +329,7 @@ class _Run:
 
     def _measure(self, model: Any, rows: Tensor, title: str) -> float:
         with self.console.progress(title, rows.numel(), "token") as tracker:
-            loss = mean_loss(model, rows, self.options.batch_size, tracker.advance)
-        if not math.isfinite(loss):
-            raise DivergedError(f"{title} is {loss}; no hybrid was written.")
-        return loss
+            return shared_loss(model, rows, self.options.batch_size, title, tracker.advance)
 
     def _judge(self, model: Any, name: str) -> None:
         self.measured[name] = self.quality.measure(model, STEPS[name], self.console)
@@ -356,9 +359,6 @@ class _Run:
         }
         write_checkpoint(self.folder / _CHECKPOINT, {**content, "fingerprint": rows.fingerprint})
 
-    def _load_source(self) -> Any:
-        return self.source.load(torch.float32, self.device)
-
     def _load(self, hybrid: Any, weights: dict[str, Tensor], role: str) -> None:
         if role != "mixers":
             own_copies(hybrid, by_role(hybrid, role, self.plan.layers))  # the source keeps its own
@@ -383,6 +383,8 @@ class _Run:
             "output": options.output,
             "run": str(self.folder),
         }
+        if rank() > 0:
+            return report
         write_hybrid(hybrid, self.source, options.output, self.dtype, report)
         self.workspace.record("hybrid", Path(options.output), source=self.source.name, pattern=str(self.plan))
         for name in (_CHECKPOINT, BEST):

@@ -16,7 +16,8 @@ from hybridize.priming.batches import Batch, Stream
 from hybridize.priming.checkpoints import read_checkpoint, write_checkpoint
 from hybridize.priming.objective import LossWeights, Objective
 from hybridize.priming.roles import by_role, own_copies
-from hybridize.priming.trainer import Trainer, TrainOptions
+from hybridize.priming.trainer import Trainer, TrainOptions, keep_activations
+from hybridize.processes import world
 
 BEST = "best.pt"
 
@@ -74,7 +75,7 @@ class Stage:
         steps: int,
         dtype: torch.dtype,
         folder: Path,
-        evaluate: Callable[[Any], float],
+        evaluate: Callable[[Trainer], float],
         evaluate_steps: int,
     ):
         teacher = teacher if options.loss.needs_teacher else None
@@ -85,7 +86,16 @@ class Stage:
         for p in trained.values():
             p.requires_grad_(True)
         objective = Objective(model, options.loss, teacher)
-        self.trainer = Trainer(objective, trained, stream, options.train, steps, dtype, teacher)
+        self.sharding: Any = None
+        if world() > 1:
+            # Not every torch has what this needs.
+            from hybridize.priming.sharded import ShardedTrainer, Sharding
+
+            self.sharding = Sharding(objective, teacher, dtype)
+            trained = by_role(objective.student, options.train.role, converted)
+            self.trainer: Trainer = ShardedTrainer(objective, trained, stream, options.train, steps)
+        else:
+            self.trainer = Trainer(objective, trained, stream, options.train, steps, dtype, teacher)
         self.model, self.evaluate, self.evaluate_steps = model, evaluate, evaluate_steps
         self.best_file = folder / BEST
         self.best: dict[str, float] = {}
@@ -96,7 +106,7 @@ class Stage:
         line: dict[str, Any] = trainer.step()
         done = trainer.steps_done
         if self.evaluate_steps and (done % self.evaluate_steps == 0 or done == trainer.total_steps):
-            line["held_out"] = loss = self.evaluate(self.model)
+            line["held_out"] = loss = self.evaluate(trainer)
             if not math.isfinite(loss):
                 raise DivergedError(f"The held-out loss became {loss} after step {done - 1}.")
             if loss < self.best.get("held_out", math.inf):
@@ -118,8 +128,12 @@ class Stage:
         if self.best and self.best["step"] != step:
             best = read_checkpoint(self.best_file, self.trainer.device)
             if best is not None and best["step"] == self.best["step"]:
-                self.trainer.masters.load(best["weights"])
+                self.trainer.load_weights(best["weights"])
                 step = int(best["step"])
-        self.trainer.masters.restore()
-        self.trainer.objective.student.requires_grad_(False)
+        if self.sharding is None:
+            self.trainer.masters.restore()
+        else:
+            self.sharding.restore(self.trainer.state()["weights"])
+        self.model.requires_grad_(False)
+        keep_activations(self.model)
         return step

@@ -17,6 +17,7 @@ from hybridize.priming.masters import Masters
 from hybridize.priming.objective import Objective
 from hybridize.priming.roles import ROLES, decays, layer_of
 from hybridize.priming.schedule import SCHEDULES, rate
+from hybridize.tasks.perplexity import mean_loss
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Trainer:
 
         Raises DivergedError, and leaves the weights as they are, when the loss or a gradient is not finite.
         """
-        batches = [self._next() for _ in range(self.options.accumulate)]
+        batches = [self._share(self.stream.batch()) for _ in range(self.options.accumulate)]
         # All of a step's tokens count the same, whatever batch they came in.
         count = self._count(batches)
         self.optimiser.zero_grad(set_to_none=True)
@@ -108,6 +109,10 @@ class Trainer:
         self.steps_done += 1
         return {**result, "tokens": count, "norm": values[-1], "lr": share * self.options.lr}
 
+    def held_out(self, rows: Tensor, batch_size: int) -> float:
+        """The student's mean next-token loss in nats over rows of token ids [N, T], as it is now."""
+        return mean_loss(self.objective.student, rows, batch_size)
+
     # -- what a resumed run needs --------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
@@ -122,16 +127,20 @@ class Trainer:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a `state()`: the next steps are the ones that would have followed."""
-        self.masters.load(state["weights"])
+        self.load_weights(state["weights"])
         self.optimiser.load_state_dict(state["optimiser"])
         self.stream.load_state(state["stream"])
         self.steps_done = state["step"]
         torch.set_rng_state(state["rng"].cpu())
 
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """Take over the `weights` of a `state()`."""
+        self.masters.load(weights)
+
     # -- the parts of a step -------------------------------------------------------------------------------------------
 
-    def _next(self) -> Batch:
-        batch = self.stream.batch()
+    def _share(self, batch: Batch) -> Batch:
+        """What this process computes on, on its device."""
         return replace(
             batch,
             ids=batch.ids.to(self.device),
@@ -191,6 +200,14 @@ class Trainer:
             for hook in hooks:
                 hook.remove()
         return min(broken, default=None)
+
+
+def keep_activations(model: Any) -> None:
+    """Undo `recompute_layers`: a model in that state cannot use a cache."""
+    disable = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+    disable()
+    for layer in model.base_model.layers:
+        layer.training = False
 
 
 def recompute_layers(model: Any) -> None:

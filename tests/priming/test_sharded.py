@@ -24,5 +24,13 @@ def test_two_processes_have_the_loss_curve_of_one(python, tmp_path):
         for ours, theirs in zip(result["lines"], two_processes.steps(one, 6), strict=True):
             assert ours == pytest.approx(theirs, rel=1e-3), role
         assert result["again"] == result["lines"][3:]  # from a checkpoint, the same steps again
+        low = two_processes.trainer(role, sharded=False, dtype=torch.bfloat16)
+        losses = [line["loss"] for line in two_processes.steps(low, 3)]
+        assert result["bf16"]["losses"] == pytest.approx(losses, rel=5e-3)
+        exact = {name for name, dtype in result["bf16"]["seen"].items() if dtype == "torch.float32"}
+        assert exact == {"A_log", "dt_bias"} and set(result["bf16"]["seen"].values()) == {
+            "torch.float32",
+            "torch.bfloat16",
+        }
         for name, x in one.masters.masters.items():
             torch.testing.assert_close(result["state"]["weights"][name], x.detach(), atol=2e-3, rtol=1e-2)

@@ -82,7 +82,7 @@ Plot = Annotated[
 
 def given(ctx: typer.Context) -> list[str]:
     """Options of the command line that only a new run reads."""
-    read_anyway = {"model", "resume", "dry_run", "device", "workspace", "json", "quiet", "plot"}
+    read_anyway = {"model", "resume", "dry_run", "device", "workspace", "json", "quiet", "plot", "tensorboard"}
     sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
     typed = [n for n, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     return ["--" + name.strip("_").replace("_", "-") for name in typed if name not in read_anyway]

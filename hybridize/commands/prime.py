@@ -82,6 +82,10 @@ def command(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A mixer setting, such as num_iters=10.")
     ] = None,
+    plot: options.Plot = None,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Send the loss curve to TensorBoard, in the run's folder.")
+    ] = False,
     revision: options.Revision = None,
     output: options.Output = None,
     resume: options.Resume = False,
@@ -157,6 +161,8 @@ def command(
         baseline=baseline,
         items=items,
         prompts=prompts,
+        plot=plot,
+        tensorboard=tensorboard,
         seed=seed,
         device=device,
         dtype=dtype,

@@ -16,6 +16,7 @@ from typing import Any
 from hybridize.console import Console
 from hybridize.errors import Interrupted
 from hybridize.priming.align import DivergedError
+from hybridize.priming.curve import sending
 from hybridize.processes import any_of, rank
 from hybridize.workspace import write_text
 
@@ -36,11 +37,11 @@ class Steps:
     shows: str = "loss"
 
 
-def run_steps(steps: Steps, folder: Path, log: Path, earlier: list[str], console: Console) -> None:
+def run_steps(steps: Steps, folder: Path, log: Path, earlier: list[str], console: Console, board: bool) -> None:
     """Take the steps that are left, and save; lines of the log beyond the checkpoint are dropped first.
 
-    `earlier` are the stages before this one, whose lines stay. Raises Interrupted after Ctrl-C, when all is saved, and
-    DivergedError with where the last good checkpoint is.
+    `earlier` are the stages before this one, whose lines stay; `board`: to TensorBoard too. Raises Interrupted after
+    Ctrl-C, when all is saved, and DivergedError with where the last good checkpoint is.
     """
     if rank() == 0:
         _drop_lines_from(log, steps.stage, steps.done, earlier)
@@ -48,6 +49,7 @@ def run_steps(steps: Steps, folder: Path, log: Path, earlier: list[str], console
     with (
         console.progress(steps.stage.capitalize(), steps.total * steps.tokens, "token") as tracker,
         _stop_gently() as stop,
+        sending(folder, steps.stage, steps.done, board) as send,
         (log if rank() == 0 else Path(os.devnull)).open("a", encoding="utf-8") as lines,
     ):
         tracker.advance(steps.done * steps.tokens)
@@ -61,6 +63,7 @@ def run_steps(steps: Steps, folder: Path, log: Path, earlier: list[str], console
                 ) from None
             lines.write(json.dumps({"stage": steps.stage, "step": step, **line}) + "\n")
             lines.flush()
+            send(step, line)
             tracker.advance(steps.tokens, f"{steps.shows} {line['loss']:.4f}")
             # Saving takes all processes, and a Ctrl-C may reach them at different steps.
             stopped, due = any_of(stop.is_set(), time.monotonic() - saved_at > SAVE_AFTER)

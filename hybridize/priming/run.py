@@ -21,6 +21,7 @@ from hybridize.hybrid.plan import LayerPlan
 from hybridize.priming.accounting import Accounting, account
 from hybridize.priming.align import Aligner, AlignOptions
 from hybridize.priming.checkpoints import read_checkpoint, write_checkpoint
+from hybridize.priming.curve import check_curve, draw_curve
 from hybridize.priming.finish import stated, write_hybrid
 from hybridize.priming.loop import Steps, run_steps
 from hybridize.priming.options import (
@@ -36,13 +37,12 @@ from hybridize.priming.options import (
     last_run,
     make_options,
     output_dtype,
-    short_name,
+    run_name,
 )
 from hybridize.priming.quality import make_quality, shared_loss
 from hybridize.priming.report import STEPS
 from hybridize.priming.roles import by_role, own_copies
 from hybridize.priming.stages import ADAPT, BEST, DISTILL, RowStream, Stage, StageOptions
-from hybridize.priming.trainer import Trainer
 from hybridize.priming.transfer import StartOptions, fit_start
 from hybridize.processes import alike, from_first, joined, rank, world
 from hybridize.sources import Source
@@ -79,6 +79,8 @@ def prime(
     baseline: bool = False,
     items: int | None = None,
     prompts: int | None = None,
+    plot: str | os.PathLike[str] | None = None,
+    tensorboard: bool = False,
     seed: int = 0,
     device: str | None = None,
     dtype: str | None = None,
@@ -95,10 +97,12 @@ def prime(
     (on the text); `tokens` is the budget of those that train, `context` the tokens per row. Distill and adapt compute
     in `compute` (bfloat16 on CUDA) with fp32 masters; with `evaluate_every` tokens, the best weights on the way are
     kept; `baseline` trains the source too, on adapt's tokens. Retrieval is measured on `items` for each task and depth,
-    and generation on `prompts`, before and after; 0 leaves it out. Other keywords are mixer settings such as num_iters.
+    and generation on `prompts`, before and after; 0 leaves it out. The loss curve is drawn into `plot`, and goes to
+    `tensorboard` in the run's folder. Other keywords are mixer settings such as num_iters.
     Raises HybridizeError children; an interrupted run continues with resume=True to the same numbers.
     """
     console = console or Console(quiet=True)
+    check_curve(drawn := Path(plot).expanduser() if plot else None, tensorboard)
     place = Workspace(Path(workspace) if workspace else None)
     target = pick_device(device)
     if resume:
@@ -110,17 +114,14 @@ def prime(
         source = open_model(model, revision, console.note, place)
         check_config(source.config)
         last = place.last("probe", model=model_name(source))
-        report = Path(last["value"]) if last else None
-        plan, chosen = choose_layers(source.config.num_hidden_layers, ratio, layers, pattern, layer, report)
+        probed = Path(last["value"]) if last else None
+        plan, chosen = choose_layers(source.config.num_hidden_layers, ratio, layers, pattern, layer, probed)
         given = (chosen, stages, tokens, data, context, batch_size, init_tokens, held_out_tokens, seed, dtype)
         options = make_options(source, plan, *given, target)
-        origin = source.gguf or source.repository or source.path.name
-        name = f"{Path(origin).name.removesuffix('.gguf')}-{short_name(plan)}"
-        folder = place.run_folder(name)
-        final = Path(output).expanduser() if output else folder / "model"
+        folder = place.run_folder(run_name(source, plan))
         options = replace(
             options,
-            output=str(final.absolute()),
+            output=str((Path(output).expanduser() if output else folder / "model").absolute()),
             start=start or StartOptions(),
             align=AlignOptions(lr=lr),
             distill=distill,
@@ -148,7 +149,10 @@ def prime(
     check_shares(options.batch_size)
     with joined(target):
         folder, options = from_first((folder, options))
-        return _Run(options, source, plan, accounting, folder, target, number, console, place).work()
+        report = _Run(options, source, plan, accounting, folder, target, number, console, place, tensorboard).work()
+    if drawn is not None and rank() == 0:
+        draw_curve(folder / _LOG, drawn, f"{source.name}, {options.pattern}")
+    return report
 
 
 class _Run:
@@ -165,10 +169,11 @@ class _Run:
         dtype: torch.dtype,
         console: Console,
         workspace: Workspace,
+        board: bool,
     ):
         self.options, self.source, self.plan, self.accounting = options, source, plan, accounting
         self.folder, self.device, self.dtype, self.console = folder, device, dtype, console
-        self.workspace = workspace
+        self.workspace, self.board = workspace, board
         self.load_source: Callable[[], Any] = lambda: source.load(torch.float32, device)
         self.measured: dict[str, Any] = {}  # what `quality` found, by model
 
@@ -321,7 +326,7 @@ class _Run:
         rate = {"align": "--lr", "distill": "--distill-lr"}.get(stage, "--adapt-lr")
         work = Steps(stage, done, options.steps(stage), options.step_tokens(stage), take, save, rate, shows)
         earlier = list(_TRAINING[: _TRAINING.index(stage)])
-        run_steps(work, self.folder, self.folder / _LOG, earlier, self.console)
+        run_steps(work, self.folder, self.folder / _LOG, earlier, self.console, self.board)
 
     def _batch(self, rows: Tensor, step: int) -> Tensor:
         index = torch.arange(step * self.options.batch_size, (step + 1) * self.options.batch_size) % len(rows)
@@ -337,13 +342,7 @@ class _Run:
     # -- files -------------------------------------------------------------------------------------------------------
 
     def _save(
-        self,
-        stage: str,
-        hybrid: Any,
-        losses: dict[str, Any],
-        rows: TextSplit,
-        training: dict[str, Any] | None = None,
-        trainer: Trainer | None = None,
+        self, stage: str, hybrid: Any, losses: Any, rows: TextSplit, training: Any = None, trainer: Any = None
     ) -> None:
         """Write the checkpoint: in `stage` (at its start without `training`, at the run's end without a name)."""
         trained = by_role(hybrid, self.options.role(stage), self.plan.layers)

@@ -16,7 +16,7 @@ from hybridize.probing.joint import JOINT_TOKENS
 from hybridize.probing.measure import HANKEL_ROWS
 from hybridize.probing.options import MIXER, ProbeOptions
 from hybridize.probing.spectrum import Estimate
-from hybridize.probing.swa_proxy import LOGITS
+from hybridize.probing.swa_proxy import KEPT, LOGITS
 from hybridize.tasks.retrieval import DEPTHS
 from hybridize.tasks.scored import SCORED_PER_ROW
 
@@ -75,7 +75,9 @@ def need(config: Any, options: ProbeOptions, tasks: int, dtype: torch.dtype, dev
     widest = max(3 * config.intermediate_size, 3 * (heads + 2 * kv_heads) * dim, 8 * hidden // dtype.itemsize)
     layer = at_once * dtype.itemsize * (3 * hidden + widest)
     blocks, hankel = _hankel_need(options, heads) if "hankel" in options.methods else (0, 0)
-    work = int(_SLACK * max(layer, 6 * 4 * min(LOGITS, at_once * config.vocab_size), blocks))
+    scored = min(SCORED_PER_ROW, options.context // 2) * options.sequences
+    kept = 4 * min(KEPT, scored * config.vocab_size)
+    work = int(_SLACK * max(layer + kept, 6 * 4 * min(LOGITS, at_once * config.vocab_size) + kept, blocks))
     tokens = text + answers
     changes = len(options.windows) if {"swa", "retrieval"} & set(options.methods) else 0
     changes += MIXER in options.methods
@@ -86,12 +88,9 @@ def need(config: Any, options: ProbeOptions, tasks: int, dtype: torch.dtype, dev
         count = round(options.ratio * layers)
         steps = sum(1 + (layers - chosen) / 2 for chosen in range(count))
         passes += steps * min(1.0, max(JOINT_TOKENS, options.context) / tokens)
-    # The head runs at scored positions: once for the unchanged model, and once per change, in every layer.
-    scored = min(SCORED_PER_ROW, options.context // 2) * options.sequences
+    # The head runs at scored positions: once per change in every layer.
     attention = 2 * options.context * heads * dim * layers  # causal: half of T x T, for scores and for values
-    flops = passes * tokens * (2 * body + attention) + layers * (1 + changes) * scored * (
-        2 * hidden * config.vocab_size
-    )
+    flops = passes * tokens * (2 * body + attention) + layers * changes * scored * (2 * hidden * config.vocab_size)
     flops += layers * hankel
     return Need(weights, work, tokens * hidden * dtype.itemsize, tokens, passes, flops / _speed(device, dtype))
 

@@ -135,7 +135,6 @@ def _from_scores(
     by: str | None = None,
     layer: str = "gka",
     select: str = "lowest",
-    **other: Any,
 ) -> ProbeReport:
     """A report from task scores measured elsewhere; with a model, for `prime` of that model."""
     if select != "lowest":

@@ -50,6 +50,13 @@ Device = Annotated[
     str | None,
     typer.Option("--device", callback=_device, help="cpu, cuda, cuda:1 or mps. Default: the fastest there is."),
 ]
+GpuMemory = Annotated[
+    float | None,
+    typer.Option(
+        "--gpu-memory",
+        help="GiB to use of each GPU, at most. Default: what is free. Layers that do not fit stay in main memory.",
+    ),
+]
 Dtype = Annotated[
     str | None,
     typer.Option(
@@ -95,4 +102,4 @@ def typed(ctx: typer.Context, leave_out: Collection[str] = ()) -> list[str]:
 
 def given(ctx: typer.Context) -> list[str]:
     """Options of the command line that only a new run reads."""
-    return typed(ctx, {"model", "resume", "dry_run", "device", "workspace", "json", "quiet", "plot"})
+    return typed(ctx, {"model", "resume", "dry_run", "device", "gpu_memory", "workspace", "json", "quiet", "plot"})

@@ -68,6 +68,7 @@ def command(
     resume: options.Resume = False,
     dry_run: options.DryRun = False,
     device: options.Device = None,
+    gpu_memory: options.GpuMemory = None,
     dtype: options.Dtype = None,
     seed: options.Seed = 0,
     workspace: options.Workspace = None,
@@ -83,6 +84,7 @@ def command(
       hybridize probe Qwen/Qwen3-8B --ratio 0.5
       hybridize probe ./model --method swa,hankel --window 64,512 --context 4096 --data texts/ --plot scores.png
       hybridize probe ./model --method mixer --layer gdn --select greedy
+      hybridize probe Qwen/Qwen3-8B --dry-run --gpu-memory 24
       hybridize probe --scores importance.csv --count 18 --keep 0,35
     """
     from hybridize.console import Console
@@ -119,7 +121,13 @@ def command(
         "seed": seed,
         "dtype": dtype,
     }
-    common: dict[str, Any] = {"device": device, "workspace": workspace, "console": console, "revision": revision}
+    common: dict[str, Any] = {
+        "device": device,
+        "gpu_memory": gpu_memory,
+        "workspace": workspace,
+        "console": console,
+        "revision": revision,
+    }
     if plot is not None:
         check_plot(plot)
     if dry_run:

@@ -61,7 +61,7 @@ def test_every_method_refuses_them_before_anything_is_written(command, place, tm
     weights["model.layers.3.self_attn.o_proj.weight"][0, 0] = torch.nan
     save_file(weights, tmp_path / "broken" / "model.safetensors", {"format": "pt"})
     words = [*SMALL, "--data", place / "text", "--method", method]
-    words += ["--context", 512, "--items", 1] if method == "retrieval" else []  # its questions take so many bytes
+    words += ["--context", 1800, "--items", 1] if method == "retrieval" else []  # its questions take so many bytes
     code, _, err = command("probe", tmp_path / "broken", *words)
     assert code == 1 and "Layer 3 has weights that are not finite numbers (self_attn.o_proj.weight)" in err
     assert not (tmp_path / "runs").exists()

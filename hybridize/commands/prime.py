@@ -19,7 +19,11 @@ def command(
     ] = None,
     layer: Annotated[
         str | None,
-        typer.Option("--layer", help="What a layer becomes: gka, gdn, mamba2 or swa. Default: the probe's, or gka."),
+        typer.Option(
+            "--layer",
+            callback=options.one_of(*options.TOKENS),
+            help="What a layer becomes: gka, gdn, mamba2 or swa. Default: the probe's, or gka.",
+        ),
     ] = None,
     stages: Annotated[
         str, typer.Option("--stages", help="Which stages to run: init, align, distill, adapt.")
@@ -125,6 +129,8 @@ def command(
     from hybridize.priming.trainer import TrainOptions
     from hybridize.priming.transfer import StartOptions
 
+    if resume and dry_run:
+        raise typer.BadParameter("--dry-run plans a new run and --resume goes on with the last; leave one out.")
     console = Console(json=json, quiet=quiet)
     if resume and (given := options.given(ctx)):
         console.note(f"A resumed run keeps the settings it began with; not read again: {', '.join(given)}.")

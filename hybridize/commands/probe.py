@@ -7,6 +7,11 @@ import typer
 
 from hybridize.commands import options
 
+_READ_WITH_SCORES = {
+    *("model", "scores", "ratio", "count", "keep", "by", "select", "layer", "revision"),
+    *("plot", "workspace", "json", "quiet"),
+}
+
 
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
@@ -63,6 +68,7 @@ def command(
     resume: options.Resume = False,
     dry_run: options.DryRun = False,
     device: options.Device = None,
+    gpu_memory: options.GpuMemory = None,
     dtype: options.Dtype = None,
     seed: options.Seed = 0,
     workspace: options.Workspace = None,
@@ -78,6 +84,7 @@ def command(
       hybridize probe Qwen/Qwen3-8B --ratio 0.5
       hybridize probe ./model --method swa,hankel --window 64,512 --context 4096 --data texts/ --plot scores.png
       hybridize probe ./model --method mixer --layer gdn --select greedy
+      hybridize probe Qwen/Qwen3-8B --dry-run --gpu-memory 24
       hybridize probe --scores importance.csv --count 18 --keep 0,35
     """
     from hybridize.console import Console
@@ -87,16 +94,23 @@ def command(
     from hybridize.probing.show import show_report
     from hybridize.probing.windowed import SINKS
 
-    if dry_run and scores is not None:
-        raise typer.BadParameter("--scores measures nothing, so there is no plan to show; leave --dry-run out.")
-    if resume and scores is not None:
-        raise typer.BadParameter("--scores measures nothing, so there is nothing to resume; leave --resume out.")
+    if scores is not None and (unread := options.typed(ctx, _READ_WITH_SCORES)):
+        raise typer.BadParameter(f"--scores measures nothing, so that it needs no more; leave {', '.join(unread)} out.")
     if resume and dry_run:
         raise typer.BadParameter("--dry-run plans a new probe and --resume goes on with the last; leave one out.")
     console = Console(json=json, quiet=quiet)
     if resume and (given := options.given(ctx)):
         console.note(f"A resumed probe keeps the settings it began with; not read again: {', '.join(given)}.")
+    selection: dict[str, Any] = {
+        "ratio": ratio,
+        "count": count,
+        "keep": options.integers("--keep", keep, "0,1,29") or [],
+        "by": by,
+        "select": select,
+        "layer": layer,
+    }
     settings: dict[str, Any] = {
+        **selection,
         "methods": _words(method),
         "windows": options.integers("--window", window, "64,512"),
         "sinks": SINKS if sinks else 0,
@@ -104,23 +118,24 @@ def command(
         "sequences": sequences,
         "items": items,
         "data": data,
-        "ratio": ratio,
-        "count": count,
-        "keep": options.integers("--keep", keep, "0,1,29") or [],
-        "by": by,
-        "select": select,
-        "layer": layer,
         "seed": seed,
         "dtype": dtype,
     }
-    common: dict[str, Any] = {"device": device, "workspace": workspace, "console": console, "revision": revision}
+    common: dict[str, Any] = {
+        "device": device,
+        "gpu_memory": gpu_memory,
+        "workspace": workspace,
+        "console": console,
+        "revision": revision,
+    }
     if plot is not None:
         check_plot(plot)
     if dry_run:
         plan = plan_probe(model, **common, **settings)
         console.result(plan, lambda: show_plan(console, plan))
         return
-    report = probe(model, scores=scores, resume=resume, **common, **settings)
+    read = settings if scores is None else selection
+    report = probe(model, scores=scores, resume=resume, **common, **read)
     console.result(report.to_dict(), lambda: show_report(console, report))
     if plot is not None:  # last, so that nothing that keeps it from being written hides the result
         draw(report, plot)

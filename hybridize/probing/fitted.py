@@ -14,6 +14,7 @@ from hybridize.hybrid.plan import LayerPlan
 from hybridize.priming.transfer import StartOptions, fit_start
 from hybridize.probing.swa_proxy import Change
 
+ONE_DEVICE = "--method mixer needs the whole model on one device; leave it out, or take a larger device."
 FIT_TOKENS = 16_384  # of text, apart from what is measured on: least squares have 576 unknowns in a small model's layer
 
 
@@ -27,7 +28,7 @@ def fitted_mixers(
     """
     device = model.get_input_embeddings().weight.device
     if any(parameter.device != device or parameter.is_meta for parameter in model.parameters()):
-        raise UsageError("--method mixer needs the whole model on one device; leave it out, or take a larger device.")
+        raise UsageError(ONE_DEVICE)
     size = max(1, batch_tokens // rows.shape[1])
     size = next(n for n in range(min(size, len(rows)), 0, -1) if len(rows) % n == 0)  # batches of one shape
     count = model.config.num_hidden_layers

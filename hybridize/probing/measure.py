@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,73 @@ from hybridize.probing.hankel import HankelOptions, hankel_sweep
 from hybridize.probing.options import MIXER, ProbeOptions
 from hybridize.probing.swa_proxy import Change, Effects, Sweep
 from hybridize.probing.windowed import without_masks
-from hybridize.tasks.scored import Scored, score_text
+from hybridize.tasks.retrieval import DEPTHS, TASKS, Item, make_items
+from hybridize.tasks.scored import SCORED_PER_ROW, Scored, score_answers, score_text
 from hybridize.tasks.text import Document, first_rows, read_documents
 
 HANKEL_ROWS = 4  # of text; its statistics hardly differ between rows
 Record = dict[str, Any]  # one layer's results: {"layer": 3, "swa": {...}} or a part of them
+_ANSWER = 8  # scored tokens of a retrieval item, about
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How much is measured on: tokens of text and of retrieval items, and the positions of both that are scored."""
+
+    text: int
+    answers: int
+    scored: int
+
+    @staticmethod
+    def expected(options: ProbeOptions) -> Amount:
+        """As much as is asked for, if there is as much text."""
+        rows = options.sequences if options.reads_text else 0
+        items = len(TASKS) * DEPTHS * options.items if "retrieval" in options.methods else 0
+        scored = rows * min(SCORED_PER_ROW, options.context // 2) + items * len(options.lengths) * _ANSWER
+        return Amount(rows * options.context, items * sum(options.lengths), scored)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is measured on, as tokens: rows [N, context] by group, rows to fit mixers on, items, and all in batches."""
+
+    rows: dict[str, Tensor]
+    fit: Tensor | None
+    items: list[Item]
+    batches: list[Scored]
+
+    @property
+    def amount(self) -> Amount:
+        text = sum(rows.numel() for rows in self.rows.values())
+        scored = sum(int(batch.targets.sum()) for batch in self.batches)
+        return Amount(text, sum(len(item.ids) for item in self.items), scored)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of every token that is measured on, so that a resumed probe cannot mix two texts.
+
+        Batches may be of any size.
+        """
+        digest = hashlib.sha256()
+        scored = [row for batch in self.batches for pair in zip(batch.ids, batch.targets, strict=True) for row in pair]
+        more = [*self.rows.values(), *([] if self.fit is None else [self.fit])]
+        for row in [*scored, *(row for part in more for row in part)]:
+            digest.update(str(len(row)).encode() + row.numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+
+def prepare(options: ProbeOptions, tokenizer: Any, texts: Sequence[str] | None, batch_tokens: int) -> Prepared:
+    """Read and tokenise all that is measured on; DataError for too little or unreadable text."""
+    groups = text_of(options, texts)
+    rows = rows_of(groups, tokenizer, options) if options.reads_text else {}
+    batches = text_batches(rows, batch_tokens) if {"swa", MIXER} & set(options.methods) else []
+    fit = fit_rows(groups, tokenizer, options) if MIXER in options.methods else None
+    items: list[Item] = []
+    if "retrieval" in options.methods:
+        filler = [text for documents in groups.values() for _, text in documents]
+        items = make_items(tokenizer, filler, lengths=options.lengths, per_cell=options.items, seed=options.seed)
+        batches += score_answers(items, batch_tokens)
+    return Prepared(rows, fit, items, batches)
 
 
 def text_of(options: ProbeOptions, texts: Sequence[str] | None) -> dict[str, list[Document]]:
@@ -79,15 +142,6 @@ def _rows(
     if not rows:
         raise failure or DataError("There is no text to measure on; give --data something to read.")
     return rows
-
-
-def fingerprint(batches: Sequence[Scored], rows: Iterable[Tensor]) -> str:
-    """Of every token that is measured on, so that a resumed probe cannot mix two texts; batches may be of any size."""
-    digest = hashlib.sha256()
-    scored = [row for batch in batches for pair in zip(batch.ids, batch.targets, strict=True) for row in pair]
-    for row in [*scored, *(row for part in rows for row in part)]:
-        digest.update(str(len(row)).encode() + row.numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def text_batches(rows: dict[str, Tensor], batch_tokens: int) -> list[Scored]:

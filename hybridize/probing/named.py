@@ -36,7 +36,8 @@ class NamedScore:
     @staticmethod
     def parse(name: str, windows: Sequence[int], methods: Sequence[str]) -> NamedScore:
         """UsageError where there is no such score, or where it is not among what is measured."""
-        rest, at, window = name.partition("@")
+        tasks = name.startswith("tasks.")  # a column may have any name
+        rest, at, window = (name, "", "") if tasks else name.partition("@")
         method, _, statistic = rest.partition(".")
         if method not in _STATISTICS or rest.endswith("."):
             raise UsageError(f"There is no score {name!r}; use one of {', '.join(_STATISTICS)}.")

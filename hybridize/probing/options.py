@@ -61,6 +61,11 @@ class ProbeOptions:
             raise CheckpointError(f"{path} cannot be read ({error}); start the probe without --resume.") from None
 
     @property
+    def reads_text(self) -> bool:
+        """Whether rows of text are measured on, and not retrieval items alone."""
+        return bool({"swa", "hankel", MIXER} & set(self.methods))
+
+    @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of the retrieval items: a quarter, a half and the whole of the context, and enough for a question."""
         least = min(self.context, SHORTEST_ITEM)

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +14,24 @@ import torch
 
 from hybridize.builtin import open_model
 from hybridize.console import Console
-from hybridize.devices import pick_device, pick_dtype
-from hybridize.errors import CheckpointError, DataError, Interrupted, UsageError
+from hybridize.devices import pick_dtype
+from hybridize.errors import CheckpointError, DataError, Interrupted, SourceError, UsageError
 from hybridize.hybrid.families import check_attention, check_config, check_family
-from hybridize.hybrid.plan import check_kind
+from hybridize.hybrid.memory import on_meta
+from hybridize.hybrid.plan import LayerPlan, check_kind
 from hybridize.hybrid.walk import entry_device
-from hybridize.probing.estimate import batch_tokens, need, placement, room
+from hybridize.probing.estimate import Need, Placement, batch_tokens, need, target_of
 from hybridize.probing.finite import check_weights
-from hybridize.probing.fitted import fitted_mixers
+from hybridize.probing.fitted import ONE_DEVICE, fitted_mixers
 from hybridize.probing.joint import JOINT_TOKENS, greedy
 from hybridize.probing.measure import (
+    Amount,
+    Prepared,
     Record,
-    fingerprint,
-    fit_rows,
     measured_hankel,
-    rows_of,
+    prepare,
     swept_layers,
     text_batches,
-    text_of,
 )
 from hybridize.probing.named import parse_scores
 from hybridize.probing.options import (
@@ -47,8 +47,9 @@ from hybridize.probing.report import ProbeReport
 from hybridize.probing.scores import read_scores
 from hybridize.probing.select import how_many, share_of
 from hybridize.probing.swa_proxy import Change, Sweep, windows
-from hybridize.tasks.retrieval import TASKS, make_items, measure, summary
-from hybridize.tasks.scored import Scored, score_answers
+from hybridize.sources import Source
+from hybridize.tasks.retrieval import TASKS, measure, summary
+from hybridize.tasks.scored import Scored
 from hybridize.workspace import Workspace, check_place, named_errors, write_json, write_text
 
 
@@ -60,6 +61,7 @@ def probe(
     scores: str | os.PathLike[str] | None = None,
     resume: bool = False,
     device: str | None = None,
+    gpu_memory: float | None = None,
     workspace: str | os.PathLike[str] | None = None,
     console: Console | None = None,
     revision: str | None = None,
@@ -69,8 +71,8 @@ def probe(
 
     model: a name as on the command line, or a loaded model, then with its tokenizer. texts: documents to measure on,
     else options' `data`. scores: a CSV of task scores measured elsewhere, which needs no model. Options are those of
-    make_options. A run on a named model, or in a workspace that is given, is kept there and recorded. Raises
-    HybridizeError children.
+    make_options; gpu_memory: GiB to use of each GPU, at most. A run on a named model, or in a workspace that is given,
+    is kept there and recorded. Raises HybridizeError children.
     """
     console = console or Console(quiet=True)
     place = Workspace(Path(workspace) if workspace else None)
@@ -80,46 +82,83 @@ def probe(
         check_family(model)
         chosen = make_options(model.config, model.name_or_path or type(model).__name__, **options)
         folder = place.run_folder(f"{Path(chosen.model).name}-probe") if workspace else None
-        return _Run(chosen, folder, place, console, model.dtype).work(model, tokenizer, texts)
-    target = pick_device(device)
+        prepared = prepare(chosen, tokenizer, texts, batch_tokens(entry_device(model), chosen.context))
+        return _Run(chosen, folder, place, console, model.dtype).work(model, prepared)
+    target = target_of(device, gpu_memory)
     if resume:
         folder, chosen = _last_run(place, model)
         console.note(f"Resuming {folder} ({chosen.model}).")
         source = open_model(chosen.model, chosen.revision, console.note)
     else:
         source = open_model(model, revision, console.note, place)
-        check_config(source.config)
-        name, pinned = name_of(source)
-        chosen = make_options(source.config, name, revision=pinned, **options)
-        origin = source.gguf or source.repository or source.path.name
-        folder = place.run_folder(f"{Path(origin).name.removesuffix('.gguf')}-probe")
-        check_place(folder.absolute(), "--workspace")
-    run = _Run(chosen, folder, place, console, source.stored_dtype)
-    number = pick_dtype(chosen.dtype, target)
-    needed = need(source.config, chosen, len(TASKS), number, target)
-    loaded = source.load(number, target, room(target, needed))
-    return run.work(loaded, source.tokenizer, texts)
+        chosen, folder = _new_run(source, place, target, options)
+    console.note(f"Reading and tokenising text ({'given' if texts is not None else chosen.data}).")
+    prepared = prepare(chosen, source.tokenizer, texts, batch_tokens(target, chosen.context))
+    _, where = _needed(source, chosen, prepared.amount, target, gpu_memory)
+    if where.room is not None or where.lacking:
+        (console.warn if where.lacking else console.note)(f"The model will be {where}.")
+    loaded = source.load(pick_dtype(chosen.dtype, target), target, where.room)
+    return _Run(chosen, folder, place, console, source.stored_dtype).work(loaded, prepared)
 
 
 def plan_probe(
     model: str | os.PathLike[str] | None = None,
     *,
     device: str | None = None,
+    gpu_memory: float | None = None,
     workspace: str | os.PathLike[str] | None = None,
     console: Console | None = None,
     revision: str | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """What `probe` with these arguments would do and take: memory, where the weights go, and time. Loads no weights."""
+    """What `probe` with these arguments would do and take: memory, where the weights go, and time. Loads no weights.
+
+    With gpu_memory, and on a machine without a GPU, the plan is for one of so many GiB, whose speed is not known.
+    """
     console = console or Console(quiet=True)
-    source = open_model(model, revision, console.note, Workspace(Path(workspace) if workspace else None))
+    place = Workspace(Path(workspace) if workspace else None)
+    target = target_of(device, gpu_memory, elsewhere=True)
+    source = open_model(model, revision, console.note, place, weights=False)
+    chosen, _ = _new_run(source, place, target, options)
+    if not source.has_weights:
+        console.note(f"{source.name} has no weights yet; the plan needs none.")
+    try:
+        tokenizer = source.tokenizer
+    except SourceError as error:
+        console.note(f"{error} So the text is not read.")
+        amount = Amount.expected(chosen)
+    else:
+        amount = prepare(chosen, tokenizer, None, batch_tokens(target, chosen.context)).amount
+    needed, where = _needed(source, chosen, amount, target, gpu_memory)
+    return {"dry_run": True, **asdict(chosen), **needed.summary(where), "placement": str(where)}
+
+
+def _new_run(
+    source: Source, place: Workspace, target: torch.device, options: dict[str, Any]
+) -> tuple[ProbeOptions, Path]:
+    """A new run's options, and its folder, which can be made."""
     check_config(source.config)
-    name, pinned = name_of(source)
-    chosen = make_options(source.config, name, revision=pinned, **options)
-    target = pick_device(device)
-    needed = need(source.config, chosen, len(TASKS), pick_dtype(chosen.dtype, target), target)
-    where = placement(needed, room(target, needed), target)
-    return {"dry_run": True, **asdict(chosen), **needed.summary(), "placement": where}
+    name, revision = name_of(source)
+    chosen = make_options(source.config, name, revision=revision, **options)
+    # Not what another device would choose when the run is resumed there.
+    chosen = replace(chosen, dtype=str(pick_dtype(chosen.dtype, target)).removeprefix("torch."))
+    origin = source.gguf or source.repository or source.path.name
+    folder = place.run_folder(f"{Path(origin).name.removesuffix('.gguf')}-probe")
+    check_place(folder.absolute(), "--workspace")
+    return chosen, folder
+
+
+def _needed(
+    source: Source, chosen: ProbeOptions, amount: Amount, target: torch.device, gpu_memory: float | None
+) -> tuple[Need, Placement]:
+    """What a probe takes and where its model goes; a model that cannot be converted is refused before it is loaded."""
+    count = source.config.num_hidden_layers
+    skeleton, _ = on_meta(source.config, LayerPlan.from_layers(count, range(count), chosen.layer), {})
+    needed = need(skeleton, chosen, amount, pick_dtype(chosen.dtype, target), target)
+    where = Placement.of(needed, target, gpu_memory)
+    if MIXER in chosen.methods and where.room is not None:
+        raise UsageError(ONE_DEVICE)
+    return needed, where
 
 
 def _from_scores(
@@ -135,7 +174,6 @@ def _from_scores(
     by: str | None = None,
     layer: str = "gka",
     select: str = "lowest",
-    **other: Any,
 ) -> ProbeReport:
     """A report from task scores measured elsewhere; with a model, for `prime` of that model."""
     if select != "lowest":
@@ -145,7 +183,7 @@ def _from_scores(
     given = read_scores(path)
     name = source = None
     if model is not None:
-        source = open_model(model, revision, console.note)
+        source = open_model(model, revision, console.note, weights=False)
         check_config(source.config)
         name, _ = name_of(source)
         if source.config.num_hidden_layers != len(given.layers):
@@ -194,24 +232,13 @@ class _Run:
         self.order: list[int] = []  # chosen so far, by --select greedy
         self.scores = parse_scores(options.by, options.windows, options.methods)
 
-    def work(self, model: Any, tokenizer: Any, texts: Sequence[str] | None) -> ProbeReport:
-        options = self.options
+    def work(self, model: Any, prepared: Prepared) -> ProbeReport:
+        options, rows, items, batches = self.options, prepared.rows, prepared.items, prepared.batches
         for number, layer in enumerate(model.base_model.layers):
             check_attention(layer.self_attn, number)
         check_weights(model)
         at_once = batch_tokens(entry_device(model), options.context)
-        self.console.note(f"Reading and tokenising text ({'given' if texts is not None else options.data}).")
-        groups = text_of(options, texts)
-        text = {"swa", "hankel", MIXER} & set(options.methods)
-        rows = rows_of(groups, tokenizer, options) if text else {}
-        batches = text_batches(rows, at_once) if {"swa", MIXER} & set(options.methods) else []
-        fit = fit_rows(groups, tokenizer, options) if MIXER in options.methods else None
-        items = []
-        if "retrieval" in options.methods:
-            filler = [text for documents in groups.values() for _, text in documents]
-            items = make_items(tokenizer, filler, lengths=options.lengths, per_cell=options.items, seed=options.seed)
-            batches += score_answers(items, at_once)
-        self._open(fingerprint(batches, [*rows.values(), *([] if fit is None else [fit])]))
+        self._open(prepared.fingerprint)
         report = ProbeReport.of_options(options, model.config.num_hidden_layers)
         with self._interruptible(model.config.num_hidden_layers), torch.no_grad():
             if "hankel" in options.methods:
@@ -221,7 +248,7 @@ class _Run:
                     found = measure(model, items, at_once, tracker.advance)
                 report.retrieval = summary(items, *found)
             if batches:
-                changes = self._changes(model, fit, at_once)
+                changes = self._changes(model, prepared.fit, at_once)
                 report.base = self._sweep(model, batches, changes)
                 if options.select == "greedy":
                     report.order = self._greedy(model, text_batches(rows, at_once), changes)

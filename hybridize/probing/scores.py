@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from hybridize.errors import DataError
 
 LAYER = "layer_num"
+LOSS = "loss"  # the name of what a layer loses in the mean of all tasks
 _BASELINE = -1
 
 
@@ -85,6 +87,11 @@ def _header(cells: list[str], where: str) -> list[str]:
             raise DataError(f"{where} has no name for column {position}; name it, or remove the column.")
         if cells.count(name) > 1:
             raise DataError(f"{where} names the column {name} twice; keep one of them.")
+    if LOSS in cells:
+        raise DataError(
+            f"{where} names a column {LOSS}, which is what a layer loses in the mean of all tasks; rename it, and see "
+            "that a higher score is better in it."
+        )
     if len(cells) == 1:
         raise DataError(f"{where} names no task beside {LAYER}; add one column per task.")
     return cells
@@ -96,10 +103,9 @@ def _row(cells: list[str], header: list[str], where: str) -> tuple[int, tuple[fl
         raise DataError(f"{where} has {len(cells)} columns but the first row names {len(header)}; make them equal.")
     values = dict(zip(header, cells, strict=True))
     text = values.pop(LAYER)
-    try:
-        layer = int(text)
-    except ValueError:
-        raise DataError(f"{where} has {text!r} as its {LAYER}, which is no whole number; correct it.") from None
+    if not re.fullmatch("[+-]?[0-9]{1,18}", text):  # int would read 1_0 as 10
+        raise DataError(f"{where} has {text!r} as its {LAYER}, which is no whole number; correct it.")
+    layer = int(text)
     if layer < _BASELINE:
         raise DataError(f"{where} is for layer {layer}; layers count from 0, and -1 is the unchanged model.")
     return layer, tuple(_number(cell, task, where) for task, cell in values.items())
@@ -107,7 +113,7 @@ def _row(cells: list[str], header: list[str], where: str) -> tuple[int, tuple[fl
 
 def _number(text: str, task: str, where: str) -> float:
     try:
-        value = float(text)
+        value = math.nan if "_" in text else float(text)  # float would read 0_5 as 5
     except ValueError:
         value = math.nan
     if not math.isfinite(value):

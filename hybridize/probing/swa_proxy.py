@@ -23,6 +23,7 @@ from hybridize.tasks.perplexity import head_logits
 from hybridize.tasks.scored import Scored
 
 LOGITS = 2**26  # logits held at once per change, 0.27 GB in fp32: 1365 positions of a 49K vocabulary, 441 of 152K
+KEPT = 2**28  # log-probabilities of the unchanged model kept at most, 1.1 GB in fp32; others are computed at each layer
 # A change of one layer: given its number, a block within which it is in place.
 Change = Callable[[int], AbstractContextManager[Any]]
 Effect = dict[str, float]  # loss, kl, accuracy, tokens, rows
@@ -31,7 +32,10 @@ Effects = dict[str, Effect]  # by group
 
 @dataclass(frozen=True)
 class _Batch:
-    """A batch on the device: ids [B, T]; the P scored targets' rows, ids, and places that predict them; base [P, h]."""
+    """A batch on the device: ids [B, T]; the P scored targets' rows, ids, and places that predict them; base [P, h].
+
+    likely: the unchanged model's log-probabilities [p, vocabulary], where they are kept, of `_positions` at a time.
+    """
 
     ids: Tensor
     group: str
@@ -39,6 +43,7 @@ class _Batch:
     place: Tensor
     wanted: Tensor
     base: Tensor
+    likely: list[Tensor | None]
 
     def pick(self, hidden: Tensor) -> Tensor:
         """Hidden states [P, hidden] at the places that predict, from [B, T, hidden]."""
@@ -57,6 +62,7 @@ class Sweep:
         self.layers: Sequence[Any] = self.body.layers
         self.advance = advance or (lambda tokens: None)
         self.arguments: dict[int, Arguments] = {}  # by tokens per row
+        self.room = KEPT
         with without_masks(self.body), finite_activations(self.layers) as check:
             self.batches = [self._base(scored, check) for scored in batches]
         outcomes = [_compare(model, b, {"": b.base})[""] for b in self.batches]
@@ -93,7 +99,13 @@ class Sweep:
         self.arguments.setdefault(ids.shape[1], arguments)
         self.advance(ids.numel() * len(self.layers))
         base = _pick(hidden, row, column - 1)
-        return _Batch(ids, scored.group, row, column - 1, wanted, base)
+        likely = [self._likely(some) for some in base.split(_positions(self.model))]
+        return _Batch(ids, scored.group, row, column - 1, wanted, base, likely)
+
+    def _likely(self, base: Tensor) -> Tensor | None:
+        """Log-probabilities of hidden states [p, h], while there is room: the head costs as much as several layers."""
+        self.room -= len(base) * self.model.config.vocab_size
+        return _log_probabilities(self.model, base) if self.room >= 0 else None
 
     def _store(self) -> torch.device:
         """Where the hidden states between layers are kept: where they arise if that leaves it half of its room."""
@@ -151,6 +163,16 @@ def windows(model: Any, sizes: Sequence[int], sinks: int = SINKS) -> dict[str, C
     return {str(size): change(size) for size in sizes}
 
 
+def _positions(model: Any) -> int:
+    """Positions whose logits are held at once."""
+    return max(1, LOGITS // int(model.config.vocab_size))
+
+
+@torch.no_grad()
+def _log_probabilities(model: Any, hidden: Tensor) -> Tensor:
+    return head_logits(model, hidden).log_softmax(-1)
+
+
 def _pick(hidden: Tensor, row: Tensor, place: Tensor) -> Tensor:
     return hidden[row.to(hidden.device), place.to(hidden.device)]
 
@@ -162,18 +184,20 @@ def _finite(x: float) -> bool:
 @torch.no_grad()
 def _compare(model: Any, batch: _Batch, ends: dict[str, Tensor]) -> dict[str, Tensor]:
     """Per change fp32 [3, P] on the CPU: loss, KL(base || changed), and whether the target is the first choice."""
-    size = max(1, LOGITS // model.config.vocab_size)
+    size = _positions(model)
     found: dict[str, list[Tensor]] = {name: [] for name in ends}
-    for start in range(0, len(batch.wanted), size):
-        rows = slice(start, start + size)
-        base = head_logits(model, batch.base[rows]).log_softmax(-1)
+    for number, kept in enumerate(batch.likely):
+        rows = slice(number * size, (number + 1) * size)
+        base = _log_probabilities(model, batch.base[rows]) if kept is None else kept
         wanted = batch.wanted[rows].to(base.device)
         weights = base.exp()
         for name, end in ends.items():
-            changed = head_logits(model, end[rows]).log_softmax(-1)
+            changed = _log_probabilities(model, end[rows])
             loss = -changed.gather(-1, wanted[:, None])[:, 0]
-            kl = (weights * (base - changed)).sum(-1)
-            found[name].append(torch.stack([loss, kl, (changed.argmax(-1) == wanted).float()]).cpu())
+            right = changed.argmax(-1) == wanted
+            lost = torch.sub(base, changed, out=changed)
+            kl = torch.einsum("pv,pv->p", weights, lost)
+            found[name].append(torch.stack([loss, kl, right.float()]).cpu())
     return {name: torch.cat(pieces, 1) for name, pieces in found.items()}
 
 

@@ -10,6 +10,7 @@ from probing_case import made_up_report
 from hybridize.errors import UsageError, WorkspaceError
 from hybridize.probing import plot
 from hybridize.probing.plot import _panels, check_plot, draw
+from hybridize.sources import Source
 
 MAGIC = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 
@@ -74,8 +75,11 @@ def test_says_what_is_wrong_before_the_work(probe, tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_written_to(probe, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # whoever runs the tests may write everywhere
+    monkeypatch.setattr(Source, "load", lambda *args: pytest.fail("loaded"))
+    code, report, err = probe("--plot", tmp_path / "scores.png")
+    assert (code, report) == (1, None) and "cannot be written to; choose another --plot" in err
     with pytest.raises(WorkspaceError, match="cannot be written to; choose another --plot"):
         check_plot(tmp_path / "scores.png")
     with pytest.raises(UsageError):

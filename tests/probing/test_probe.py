@@ -14,7 +14,6 @@ import hybridize
 from hybridize.cli import main
 from hybridize.errors import UsageError
 from hybridize.probing import run as probing_run
-from hybridize.probing.estimate import need
 from hybridize.probing.options import make_options, state_window
 from hybridize.probing.swa_proxy import Sweep, windows
 from hybridize.sources import Source
@@ -157,6 +156,18 @@ def test_a_stopped_probe_resumes_to_the_same_numbers(probe, tmp_path, monkeypatc
     assert {**report, "report": None} == {**whole, "report": None}
 
 
+def test_a_resumed_probe_keeps_its_number_format(probe, tmp_path, monkeypatch):
+    """The default depends on the device, which may be another one by then."""
+    monkeypatch.setattr(probing_run, "swept_layers", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert probe()[0] == 130
+    monkeypatch.undo()
+    loaded = []
+    load = Source.load
+    monkeypatch.setattr(Source, "load", lambda self, dtype, *a: (loaded.append(dtype), load(self, dtype, *a))[1])
+    assert json.loads((tmp_path / "runs" / "source-probe" / "run.json").read_text())["options"]["dtype"] == "float32"
+    assert probe("--resume", model=False)[0] == 0 and loaded == [torch.float32]
+
+
 def test_resuming_asks_for_the_same_text_and_a_run_that_is_not_finished(probe, command, place, tmp_path, monkeypatch):
     code, _, err = probe("--resume")
     assert code == 1 and "There is no probe in" in err
@@ -245,31 +256,6 @@ def test_task_scores_of_a_model_reach_prime(command, place, tmp_path):
     assert code == 1 and "scores 2 layers" in err and "has 4" in err
 
 
-def test_dry_run_says_what_it_takes_and_writes_nothing(command, place, tmp_path):
-    code, plan, err = command("probe", place / "source", "--dry-run", *SMALL, "--window", "4,8")
-    assert code == 0, err
-    assert plan["tokens"] == 4 * 64 and plan["forward_passes"] == 2 + 2 * 2.5
-    assert plan["weight_bytes"] == 4 * sum(
-        x.numel() for x in load_file(place / "source" / "model.safetensors").values()
-    )
-    assert plan["work_bytes"] > 0 and plan["stream_bytes"] == 4 * 64 * 32 * 4 and plan["placement"] == "on cpu"
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_dry_run_counts_the_blocks_of_the_hankel_rank():
-    qwen = Qwen3Config(
-        hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=99
-    )
-    needs = {}
-    for methods in (["swa"], ["swa", "hankel"]):
-        for context in (16_384, 32_768):
-            options = make_options(qwen, "m", methods=methods, context=context, sequences=4)
-            needs[len(methods), context] = need(qwen, options, 3, torch.float32, torch.device("cpu"))
-    assert needs[1, 32_768].work == pytest.approx(2 * needs[1, 16_384].work, rel=0.01)
-    assert needs[2, 32_768].work > 3 * 4 * 16_384**2  # one head's block, and what is computed from it
-    assert needs[2, 16_384].seconds > needs[1, 16_384].seconds
-
-
 def test_the_default_window_takes_the_bytes_of_a_state():
     """8 D^2 bytes per query head against 4 D per token and key head."""
     smol = LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
@@ -305,8 +291,16 @@ def test_retrieval_items_are_never_too_short_for_a_question():
         (["--by", "swa+swa"], 2, "names swa twice"),
         (["--method", "hankel", "--by", "hankel.no_sinks.nuclear.p77"], 2, "no Hankel statistic"),
         (["--dry-run", "--resume"], 2, "leave one out"),
-        (["--layer", "rnn"], 1, "no layer kind 'rnn'"),
+        (["--layer", "rnn"], 2, "'rnn' is none of gka, gdn, mamba2, swa"),
+        (["--window", "6_4"], 2, "no list of numbers"),
+        (["--keep", "1_0"], 2, "no list of numbers"),
         (["--sequences", "0"], 2, "--sequences is 0"),
+        (["--select", "best"], 2, "no selection 'best'"),
+        (["--select", "greedy", "--method", "hankel"], 2, "by swa or by mixer"),
+        (["--method", "mixer", "--sequences", "10000"], 1, "take all there is"),
+        (["--gpu-memory", "24"], 2, "--gpu-memory is of a GPU, but the probe would run on cpu"),
+        (["--gpu-memory", "0"], 2, "--gpu-memory is 0"),
+        (["--gpu-memory", "nan"], 2, "--gpu-memory is nan"),
         (["--data", "nowhere"], 1, "There is no file or folder"),
         (["--method", "retrieval"], 1, "Items of 64 tokens are too short for the passkey task"),
         (["--by", "swa.depth"], 2, "swa has the statistics kl, loss"),
@@ -317,8 +311,10 @@ def test_retrieval_items_are_never_too_short_for_a_question():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_refuses_what_cannot_be(probe, tmp_path, words, exit_code, part):
-    code, report, err = probe(*words)
+@pytest.mark.parametrize("dry", [False, True], ids=["run", "dry run"])
+def test_refuses_what_cannot_be(probe, tmp_path, monkeypatch, dry, words, exit_code, part):
+    monkeypatch.setattr(Source, "load", lambda *args: pytest.fail("loaded"))
+    code, report, err = probe(*words, *(["--dry-run"] if dry else []))
     assert (code, report) == (exit_code, None), err
     assert part in err and "Traceback" not in err
     assert not (tmp_path / "runs").exists()

@@ -49,6 +49,14 @@ def test_a_person_sees_the_table_without_a_model(tmp_path, capfd):
         (["--resume"], "leave --resume out"),
         (["--by", "swa"], "use tasks, or tasks.NAME"),
         (["--by", ""], "no score ''"),
+        (["--by", "tasks.beauty"], "no score 'beauty' among recall, rag, loss"),
+        (["--by", "tasks.rag@8"], "no score 'rag@8' among recall, rag, loss"),
+        (["--by", "tasks@8"], "not measured at windows"),
+        (["--method", "swa", "--window", "64"], "leave --method, --window out"),
+        (["--context", "64", "--sequences", "2", "--items", "3"], "leave --context, --sequences, --items out"),
+        (["--no-sinks", "--data", "builtin"], "leave --sinks, --data out"),
+        (["--device", "cpu", "--dtype", "float32", "--seed", "1"], "leave --device, --dtype, --seed out"),
+        (["--select", "greedy"], "leave it out"),
     ],
 )
 def test_what_scores_cannot_do_is_refused(command, tmp_path, words, part):
@@ -106,11 +114,15 @@ def test_reads_what_spreadsheets_write(read, content):
         ("layer,recall\n0,0.5\n", "Row 1 of .* does not name a column layer_num"),
         ("layer_num,,rag\n0,0.5,0.5\n", "Row 1 of .* has no name for column 2"),
         ("layer_num,rag,rag\n0,0.5,0.5\n", "Row 1 of .* names the column rag twice"),
+        ("layer_num,loss\n0,0.5\n", "Row 1 of .* names a column loss, which is what"),
         ("layer_num\n0\n", "Row 1 of .* names no task"),
         (GOOD + "3,0.5\n", "Row 6 of .* has 2 columns but the first row names 3"),
         (GOOD + "3,0.5,0.5,0.5\n", "Row 6 of .* has 4 columns"),
         (GOOD + "three,0.5,0.5\n", "Row 6 of .* has 'three' as its layer_num"),
         (GOOD + "3.0,0.5,0.5\n", "Row 6 of .* has '3.0' as its layer_num"),
+        (GOOD + "1_0,0.5,0.5\n", "Row 6 of .* has '1_0' as its layer_num"),
+        (GOOD + "\u0663,0.5,0.5\n", "Row 6 of .* has '\u0663' as its layer_num"),
+        (GOOD + "3,0_5,0.5\n", "Row 6 of .* has '0_5' as the score of recall"),
         (GOOD + "-2,0.5,0.5\n", "Row 6 of .* is for layer -2"),
         (GOOD + "1,0.5,0.5\n", "Row 6 of .* gives layer 1 a second time"),
         (GOOD + "-1,0.5,0.5\n", "Row 6 of .* gives layer -1 a second time"),
@@ -132,3 +144,12 @@ def test_a_file_that_is_not_there(tmp_path):
     for path in (tmp_path / "nowhere.csv", tmp_path):
         with pytest.raises(DataError, match="There is no file"):
             read_scores(path)
+
+
+def test_a_column_may_have_any_name_but_that_of_the_mean(command, tmp_path):
+    path = tmp_path / "scores.csv"
+    path.write_text(GOOD.replace("recall", "recall@32k").replace("rag", "mean.loss"))
+    for column, layer in (("recall@32k", 1), ("mean.loss", 1)):
+        code, report, err = command("probe", "--scores", path, "--by", f"tasks.{column}", "--count", 1)
+        assert code == 0, err
+        assert report["layers"][0]["tasks"][column] in (0.1, 0.2) and report["selected"]["layers"] == [layer]

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hybridize.errors import ConversionError, NonFiniteError
+from hybridize.probing import swa_proxy
 from hybridize.probing.swa_proxy import Sweep, windows
 from hybridize.probing.windowed import windowed
 from hybridize.tasks.scored import Scored, score_text
@@ -97,6 +98,23 @@ def test_a_window_of_the_whole_context_loses_nothing_at_all() -> None:
             assert all(effect["kl"] == effect["loss"] == 0.0 for effect in groups.values())
 
 
+def test_what_is_kept_of_the_unchanged_model_is_bounded_and_changes_no_result(monkeypatch) -> None:
+    model, batches = source("llama", LAYERS), batches_of()
+    whole = Sweep(model, batches)
+    want = dict(whole.run(windows(model, [4])))
+    vocabulary, scored = model.config.vocab_size, [int(batch.targets.sum()) for batch in batches]
+    assert [[piece.numel() for piece in batch.likely] for batch in whole.batches] == [[n * vocabulary] for n in scored]
+    monkeypatch.setattr(swa_proxy, "LOGITS", 5 * vocabulary)
+    monkeypatch.setattr(swa_proxy, "KEPT", 13 * vocabulary)
+    some = Sweep(model, batches)
+    kept = [[piece is not None for piece in batch.likely] for batch in some.batches]
+    assert kept == [[True, True, False], [False, False], [False]]
+    found = dict(some.run(windows(model, [4])))
+    for layer, by_change in want.items():
+        for group, effect in by_change["4"].items():
+            assert found[layer]["4"][group] == pytest.approx(effect, abs=1e-6)
+
+
 def test_skipped_layers_change_no_other_result() -> None:
     model, batches = source("llama", LAYERS), batches_of()
     whole = dict(Sweep(model, batches).run(windows(model, [4])))
@@ -104,8 +122,10 @@ def test_skipped_layers_change_no_other_result() -> None:
     assert rest == {2: whole[2], 3: whole[3]}
 
 
-def test_cost_is_half_a_forward_per_layer_and_window() -> None:
+@pytest.mark.parametrize(("kept", "again"), [(swa_proxy.KEPT, 0), (0, LAYERS)], ids=["kept", "not kept"])
+def test_cost_is_half_a_forward_per_layer_and_window(monkeypatch, kept: int, again: int) -> None:
     """Layer passes: L for the base, L to carry the stream on, and L (L + 1) / 2 per window; positions of the head."""
+    monkeypatch.setattr(swa_proxy, "KEPT", kept)
     model, batches = source("llama", LAYERS), batches_of()[:2]
     passes, positions = [0], [0]
 
@@ -119,7 +139,7 @@ def test_cost_is_half_a_forward_per_layer_and_window() -> None:
     list(Sweep(model, batches, advanced.append).run(windows(model, [3, 4, 5])))
     total, scored = 3 * LENGTH, 3 * 7
     assert passes[0] == total * (2 * LAYERS + 3 * LAYERS * (LAYERS + 1) // 2) == sum(advanced)
-    assert positions[0] == scored * (2 + LAYERS * (1 + 3))
+    assert positions[0] == scored * (2 + again + LAYERS * 3)
 
 
 class LargestTensor(TorchDispatchMode):

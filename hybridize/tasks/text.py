@@ -65,13 +65,17 @@ def _text_field(line: str, number: int, file: Path) -> str:
     return text
 
 
+def is_held_out(name: str, share: int = 20) -> bool:
+    """Whether the document of that name is the one in `share` that is held out."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % share == 0
+
+
 def hold_out(documents: Iterable[Document], share: int = 20) -> tuple[list[Document], list[Document]]:
     """Split into (train, held out): one document in `share`, by its name's hash; or the longest's last part."""
     train: list[Document] = []
     held: list[Document] = []
     for name, text in documents:
-        digest = hashlib.sha256(name.encode()).digest()
-        (held if int.from_bytes(digest[:4], "big") % share == 0 else train).append((name, text))
+        (held if is_held_out(name, share) else train).append((name, text))
     if not train or not held:
         both = train + held
         if not both:

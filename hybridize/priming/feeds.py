@@ -59,20 +59,25 @@ class LocalFeed:
         self.load_state({"epoch": 0, "position": 0})
 
     def _split(self) -> tuple[np.ndarray, np.ndarray]:
-        """The table without and with the held-out documents; or with the end of the longest, as hold_out has it."""
+        """The table without and with the held-out documents.
+
+        Where no name, or every name, says so: those whose names have the least hashes; of few documents, the end of the
+        longest, as hold_out has it.
+        """
         titles = [[corpus.title(index) for index in range(len(corpus.lengths))] for corpus in self.corpora]
         held = np.array([is_held_out(titles[row[0]][row[1]], _SHARE) for row in self.table], dtype=bool)
         if held.any() and not held.all():
             return self.table[~held], self.table[held]
+        hashes = {hashlib.sha256(title.encode()).digest() for mine in titles for title in mine}
         sizes = self.table[:, 3] - self.table[:, 2]
-        if not sizes.any():
-            if len(self.table) < 2:
+        if len(hashes) >= _SHARE or not sizes.any():
+            if len(hashes) < 2:
                 raise DataError(
                     f"{self.where} holds a single conversation, of which nothing can be held out; give more, or "
                     "--held-out."
                 )
-            hashes = [hashlib.sha256(titles[row[0]][row[1]].encode()).digest() for row in self.table]
-            held = np.arange(len(hashes)) == hashes.index(min(hashes))
+            least = sorted(hashes)[max(1, len(hashes) // _SHARE) - 1]
+            held = np.array([hashlib.sha256(titles[n][i].encode()).digest() <= least for n, i, _, _ in self.table])
             return self.table[~held], self.table[held]
         longest = max((c.lengths.max(), n, c.lengths.argmax()) for n, c in enumerate(self.corpora))
         length, number, index = (int(value) for value in longest)

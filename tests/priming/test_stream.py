@@ -1,0 +1,198 @@
+"""The training stream: resumable anywhere, mixed by weight, shared by ranks, and apart from what is held out."""
+
+import io
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from data_case import KINDS, documents, equal, make, stream, text, tokenizer
+
+from hybridize.errors import CheckpointError, DataError, UsageError
+
+
+def saved(state):
+    """The state as a checkpoint gives it back."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "alone"])
+@pytest.mark.parametrize("kind", [*KINDS, "mixture"])
+def test_resumes_bit_for_bit_anywhere(tmp_path, kind, packed) -> None:
+    spec = make(kind, tmp_path) if kind != "mixture" else f"{make('folder', tmp_path)}=2,{make('chat', tmp_path)}=0.7"
+    options = {"packed": packed, "context": 64 if packed else 32}
+    one, _ = stream(spec, **options)
+    states, batches = [], []
+    for _ in range(90):  # several epochs
+        states.append(saved(one.state()))
+        batches.append(one.batch())
+    assert len({tuple(batch.ids.flatten().tolist()) for batch in batches}) > 45, "batches must differ"
+    pick = random.Random(kind)
+    for at in [0, 1, *pick.sample(range(2, 88), 5)]:
+        again, _ = stream(spec, **options)
+        for _ in range(pick.randrange(3)):
+            again.batch()  # where it was before must not matter
+        again.load_state(states[at])
+        assert all(equal(again.batch(), batch) for batch in batches[at : at + 9]), at
+    again.load_state(states[3])
+    while again.counts != one.counts:
+        again.batch()
+    assert again.counts["tokens"] > 1000
+
+
+def test_a_state_of_other_data_is_refused(tmp_path) -> None:
+    spec = make("jsonl", tmp_path)
+    state = stream(spec)[0].state()
+    with pytest.raises(CheckpointError, match="without --resume"):
+        stream(spec, context=32)[0].load_state(state)
+    with Path(spec).open("a") as file:
+        file.write('{"text": "more"}\n')
+    with pytest.raises(CheckpointError, match=r"jsonl.* has changed"):
+        stream(spec)[0].load_state(state)
+
+
+def test_every_token_comes_once_an_epoch_and_then_again(tmp_path) -> None:
+    spec = make("folder", tmp_path)
+    told = []
+    (tmp_path / "held.txt").write_text("something else to measure on, " * 9)
+    one, _ = stream(spec, held_out=str(tmp_path / "held.txt"), warn=told.append)
+    encode = tokenizer()
+    total = sum(len(encode(text(i))["input_ids"]) for i in range(40))
+    seen: dict[int, int] = {}
+    rows = total // 64
+    for _ in range(rows // 2):
+        for token in one.batch().ids.flatten().tolist():
+            seen[token] = seen.get(token, 0) + 1
+    assert not told, "a whole epoch without a warning"
+    want: dict[int, int] = {}
+    for i in range(40):
+        for token in encode(text(i))["input_ids"]:
+            want[token] = want.get(token, 0) + 1
+    assert all(count <= want[token] for token, count in seen.items())
+    assert sum(want.values()) - sum(seen.values()) < 3 * 64  # what is left in the pool
+    assert one.counts["dropped_tokens"] == 0 and one.counts["tokens"] == total
+    for _ in range(3 * rows):
+        one.batch()
+    assert len(told) == 1 and "read again" in told[0] and f"{total:,} tokens" in told[0]
+
+
+def test_rows_are_shuffled_by_seed_and_again_in_each_epoch(tmp_path) -> None:
+    spec = make("jsonl", tmp_path)
+    first = {seed: [documents(stream(spec, seed=seed)[0].batch())[0]] for seed in (0, 1)}
+    assert first[0] != first[1]
+    assert equal(stream(spec, seed=1)[0].batch(), stream(spec, seed=1)[0].batch())
+    feed = stream(spec)[0].readers[0].feed
+    orders = []
+    for epoch in range(2):
+        feed.load_state({"epoch": epoch, "position": 0})
+        orders.append(feed.order.tolist())
+    assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1]
+
+
+def test_weights_are_shares_of_the_tokens(tmp_path) -> None:
+    """However long the documents are: text of 300 bytes against conversations of 100."""
+    spec = f"{make('folder', tmp_path, 80)}=3,{make('chat', tmp_path)}"
+    one, _ = stream(spec)
+    mine = other = 0
+    for _ in range(200):
+        for ids in documents(one.batch()):
+            if ids[0] == 256 or 256 in ids[1:]:
+                other += len(ids)
+            else:
+                mine += len(ids)
+    assert mine / (mine + other) == pytest.approx(0.75, abs=0.03)  # padding behind conversations counts as text here
+    assert one.given[0] / sum(one.given) == pytest.approx(0.75, abs=0.01)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_share_the_batches_of_one_process(tmp_path, world) -> None:
+    spec = make("jsonl", tmp_path)
+    alone, _ = stream(spec)
+    ranks = [stream(spec, rank=rank, world=world)[0] for rank in range(world)]
+    for step in range(6):
+        if step == 3:
+            state = saved(ranks[1].state())
+        for rank in ranks:
+            assert equal(rank.batch(), alone.batch())
+    alone.load_state(state)  # a state is nobody's own: one process goes on where three stood
+    fresh = stream(spec, rank=world - 1, world=world)[0]
+    fresh.load_state(state)
+    for _ in range(world - 1):
+        alone.batch()
+    assert equal(fresh.batch(), alone.batch())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_held_out_rows_share_no_document_with_training(tmp_path, kind) -> None:
+    spec = make(kind, tmp_path, 60)
+    one, held = stream(spec, held_out_tokens=512)
+    assert 1 <= len(held.ids) <= 8 and held.targets.any()
+    measured = {number for ids in documents(held) for number in numbers(ids)}
+    trained = {number for _ in range(150) for ids in documents(one.batch()) for number in numbers(ids)}
+    assert measured and len(trained) > 45
+    assert not measured & trained
+    assert equal(held, stream(spec, held_out_tokens=512, seed=5)[1]), "the same for every seed"
+
+
+def numbers(ids: list[int]) -> set[str]:
+    """The numbers of the test documents in a piece: what stands after w, and after Question or Answer."""
+    return set(re.findall(r"(?:\bw|Question |Answer )(\d+)[-.]", tokenizer().decode(ids)))
+
+
+def test_a_single_text_is_cut_and_its_end_held_out(tmp_path) -> None:
+    path = tmp_path / "one.txt"
+    path.write_text(" ".join(f"w{i}-" for i in range(1000)))
+    one, held = stream(str(path), held_out_tokens=128)
+    measured = {int(n) for ids in documents(held) for n in numbers(ids)}
+    trained = {int(n) for _ in range(60) for ids in documents(one.batch()) for n in numbers(ids)}
+    assert min(measured) >= 940 and max(trained) <= 960 and len(trained) > 850
+    assert len(measured & trained) <= 1  # a word may be cut in two at the border
+
+
+def test_held_out_text_is_skipped_in_training(tmp_path) -> None:
+    spec = make("jsonl", tmp_path)
+    half = tmp_path / "half.jsonl"
+    half.write_text("".join(Path(spec).read_text().splitlines(keepends=True)[:20]))
+    one, _ = stream(spec, held_out=str(half), held_out_tokens=100_000)
+    trained = {int(n) for _ in range(60) for ids in documents(one.batch()) for n in numbers(ids)}
+    assert trained == set(range(20, 40)) and one.counts["also_held_out"] >= 20
+    with pytest.raises(DataError, match=r"Every document of .* is also held out"):
+        stream(str(half), held_out=spec, held_out_tokens=100_000)
+
+
+def test_the_builtin_text_has_its_own_held_out_part() -> None:
+    one, held = stream("builtin", context=128, batch_rows=4, held_out_tokens=2048)
+    assert held.ids.shape == (16, 128) and one.batch().ids.shape == (4, 128)
+
+
+def test_an_impossible_size_or_mixture_is_refused_at_once(tmp_path) -> None:
+    spec = make("folder", tmp_path)
+    for wrong, message in [
+        ({"tokens": 127}, "less than one step of 2 rows of 64 tokens"),
+        ({"tokens": 255, "world": 2}, "less than one step of 4 rows"),
+        ({"context": 1}, "--context"),
+        ({"batch_rows": 0}, "--batch-size is 0"),
+        ({"held_out_tokens": 0}, "--held-out-tokens is 0"),
+    ]:
+        with pytest.raises(UsageError, match=message):
+            stream(spec, **wrong)
+    stream(spec, tokens=128)
+    for wrong, message in [
+        (f"{spec}=0", "weight above 0"),
+        (f"{spec}=-1,builtin", "weight above 0"),
+        (f"{spec}=many", "weight above 0"),
+        ("=2", "weight above 0"),
+        (f"{spec}=2,{spec}=1", "twice"),
+    ]:
+        with pytest.raises(UsageError, match=message):
+            stream(wrong)
+
+
+def test_a_text_that_has_commas_in_its_name(tmp_path) -> None:
+    path = tmp_path / "one,two=3.txt"
+    path.write_text(" ".join(map(str, range(999))))
+    assert stream(str(path))[0].names == [str(path)]

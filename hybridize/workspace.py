@@ -86,7 +86,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with named_errors(path), os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -97,6 +97,16 @@ def write_bytes(path: Path, data: bytes) -> None:
             os.unlink(name)
         raise
     _sync_folder(path.parent)
+
+
+@contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """Name the file in an error of the system that comes from an open one: a full disk does not say which."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def write_text(path: Path, text: str) -> None:

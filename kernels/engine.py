@@ -9,7 +9,7 @@ from functools import cache, wraps
 from importlib.util import find_spec
 from shutil import which
 from sysconfig import get_paths
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,10 +100,9 @@ def product_tile(width: int) -> int:
 
 _fitting: dict[tuple[Any, ...], int] = {}
 _compiling: ContextVar[bool] = ContextVar("compiling", default=False)
-Runs = TypeVar("Runs", bound=Callable[..., Any])
 
 
-def compiled_together(run: Runs) -> Runs:
+def compiled_together(run: Callable[..., Any]) -> Callable[..., Any]:
     """Compile all kernels that a function launches side by side, before its first run on new kinds of arguments.
 
     It is called once more for this, with launches that compile and do not run, so all it does must be allocations and
@@ -119,7 +118,7 @@ def compiled_together(run: Runs) -> Runs:
             _compile(run, args)
         return run(*args)
 
-    return compiling_first  # type: ignore[return-value]
+    return compiling_first
 
 
 def _kind(x: Any) -> Any:

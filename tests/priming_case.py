@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+SMALL = ["--context", "32", "--batch-size", "2", "--init-tokens", "256", "--held-out-tokens", "256", "--device", "cpu"]
 WORDS = ["the", "of", "and", "to", "a", "in", "that", "it", "is", "was", "he", "for", "on", "are", "with", "as"]
 
 

@@ -23,7 +23,7 @@ def kl(layer):
 
 
 def _layer(number, windows, methods):
-    parts = {"swa": {}, "hankel": {"no_sinks": {"nuclear": {"mean": 9.0 - number, "p90": 9.5}}}, "retrieval": {}}
+    parts = {"swa": {}, "hankel": {"no_sinks": {"rank": {"mean": 9.0 - number, "p90": 9.5}}}, "retrieval": {}}
     for place, window in enumerate(windows, 1):
         lost = kl(number) / place
         parts["swa"][str(window)] = {"kl": lost, "loss": lost - 0.001}

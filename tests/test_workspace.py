@@ -1,5 +1,6 @@
 """Runs are found again, and nothing appears under its final name before it is whole."""
 
+import errno
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import hybridize
-from hybridize.errors import WorkspaceError
+from hybridize.errors import WorkspaceError, explain
 from hybridize.workspace import INDEX, Workspace, atomic_folder, check_disk_space, write_json, write_text
 
 
@@ -174,3 +175,14 @@ def test_disk_space(tmp_path: Path) -> None:
     check_disk_space(tmp_path / "not" / "yet", 1)
     with pytest.raises(WorkspaceError, match=r"needs 1024\.0 TiB, but the disk has .* free"):
         check_disk_space(tmp_path / "not" / "yet", 2**50)
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError) as raised:
+        write_text(tmp_path / "probe.json", "{}")
+    assert f"disk is full at {tmp_path / 'probe.json'}" in str(explain(raised.value))
+    assert list(tmp_path.iterdir()) == []

@@ -21,8 +21,10 @@ def command(
         str | None,
         typer.Option("--layer", help="What a layer becomes: gka, gdn, mamba2 or swa. Default: the probe's, or gka."),
     ] = None,
-    stages: Annotated[str, typer.Option("--stages", help="Which stages to run: init, align.")] = "init,align",
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to align on.")] = 1_000_000,
+    stages: Annotated[
+        str, typer.Option("--stages", help="Which stages to run: init, align, distill, adapt.")
+    ] = "init,align",
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to train on, over all stages.")] = 1_000_000,
     data: options.Data = "builtin",
     context: Annotated[int, typer.Option("--context", min=2, help="Tokens per row of text.")] = 1024,
     batch_size: Annotated[
@@ -31,6 +33,35 @@ def command(
     init_tokens: Annotated[int | None, typer.Option("--init-tokens", min=1, help="Tokens that init solves on.")] = None,
     held_out_tokens: Annotated[int, typer.Option("--held-out-tokens", min=1, help="Tokens to measure on.")] = 32_768,
     lr: Annotated[float, typer.Option("--lr", min=0.0, help="Peak learning rate of align.")] = 4e-3,
+    distill_lr: Annotated[float, typer.Option("--distill-lr", help="Peak learning rate of distill.")] = 1e-3,
+    adapt_lr: Annotated[float, typer.Option("--adapt-lr", help="Peak learning rate of adapt.")] = 3e-4,
+    train: Annotated[
+        str,
+        typer.Option(
+            "--train",
+            callback=options.one_of("mixers", "mixers+norms+attention", "all"),
+            help="What adapt trains: mixers, mixers+norms+attention, or all.",
+        ),
+    ] = "all",
+    kl: Annotated[float, typer.Option("--kl", min=0.0, help="Weight of the KL to the source in adapt.")] = 0.0,
+    accumulate: Annotated[int, typer.Option("--accumulate", min=1, help="Batches a step, in distill and adapt.")] = 1,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Save memory in distill and adapt by a second forward.")
+    ] = False,
+    compute: Annotated[
+        str | None,
+        typer.Option(
+            "--compute",
+            callback=options.one_of("float32", "bfloat16"),
+            help="What distill and adapt compute in. Default: bfloat16 on CUDA.",
+        ),
+    ] = None,
+    evaluate_every: Annotated[
+        int, typer.Option("--evaluate-every", min=0, help="Measure after so many tokens, and keep the best weights.")
+    ] = 0,
+    baseline: Annotated[
+        bool, typer.Option("--baseline", help="Train the source too, on the tokens of adapt, and measure it.")
+    ] = False,
     gate: Annotated[
         str,
         typer.Option(
@@ -63,8 +94,9 @@ def command(
 ) -> None:
     """Turn a model into a hybrid: copy its weights, fit the new layers (init), and align them with the old (align).
 
+    Then, where asked for, they learn the source's outputs end to end (distill), and the hybrid learns text (adapt).
     Without MODEL it is the one that the last run used, or else the built-in one; without --layers and --pattern, the
-    last probe of the model chooses the layers. Training is in float32; an interrupted run continues with --resume.
+    last probe of the model chooses the layers. An interrupted run continues with --resume.
 
     \b
     Examples:
@@ -73,8 +105,11 @@ def command(
       hybridize prime ./model --ratio 0.25 --dry-run
     """
     from hybridize.console import Console
+    from hybridize.priming.objective import LossWeights
     from hybridize.priming.report import read_setting, show_dry_run, show_report
     from hybridize.priming.run import prime
+    from hybridize.priming.stages import StageOptions
+    from hybridize.priming.trainer import TrainOptions
     from hybridize.priming.transfer import StartOptions
 
     console = Console(json=json, quiet=quiet)
@@ -101,6 +136,16 @@ def command(
         held_out_tokens=held_out_tokens,
         lr=lr,
         start=StartOptions(gate=gate, solve=solve),
+        distill=StageOptions(
+            LossWeights(kl=1.0), TrainOptions("mixers", lr=distill_lr, accumulate=accumulate, recompute=recompute)
+        ),
+        adapt=StageOptions(
+            LossWeights(cross_entropy=1.0, kl=kl),
+            TrainOptions(train, lr=adapt_lr, accumulate=accumulate, recompute=recompute),
+        ),
+        compute=compute,
+        evaluate_every=evaluate_every,
+        baseline=baseline,
         seed=seed,
         device=device,
         dtype=dtype,

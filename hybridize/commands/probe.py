@@ -89,6 +89,10 @@ def command(
 
     if dry_run and scores is not None:
         raise typer.BadParameter("--scores measures nothing, so there is no plan to show; leave --dry-run out.")
+    if resume and scores is not None:
+        raise typer.BadParameter("--scores measures nothing, so there is nothing to resume; leave --resume out.")
+    if resume and dry_run:
+        raise typer.BadParameter("--dry-run plans a new probe and --resume goes on with the last; leave one out.")
     console = Console(json=json, quiet=quiet)
     if resume and (given := options.given(ctx)):
         console.note(f"A resumed probe keeps the settings it began with; not read again: {', '.join(given)}.")
@@ -117,7 +121,7 @@ def command(
         console.result(plan, lambda: show_plan(console, plan))
         return
     report = probe(model, scores=scores, resume=resume, **common, **settings)
-    if plot is not None:
+    console.result(report.to_dict(), lambda: show_report(console, report))
+    if plot is not None:  # last, so that nothing that keeps it from being written hides the result
         draw(report, plot)
         console.note(f"The scores are drawn in {plot}.")
-    console.result(report.to_dict(), lambda: show_report(console, report))

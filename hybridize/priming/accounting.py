@@ -11,6 +11,7 @@ from hybridize.errors import ConversionError
 from hybridize.hybrid.memory import CacheBytes, on_meta
 from hybridize.hybrid.model import mixers
 from hybridize.hybrid.plan import LayerPlan
+from hybridize.priming.roles import by_role
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,13 @@ class Accounting:
         }
 
 
-def account(config: Any, plan: LayerPlan, dtype: torch.dtype, solves: bool, settings: dict[str, Any]) -> Accounting:
+def account(
+    config: Any, plan: LayerPlan, dtype: torch.dtype, solves: bool, settings: dict[str, Any], role: str = "mixers"
+) -> Accounting:
     """Account for a conversion of a model with this config, saved in `dtype`, without loading or making any weight.
 
-    `solves`: whether stage init solves the output projections. Raises ConversionError when a tensor is left over.
+    `solves`: whether stage init solves the output projections; `role`: the most that a stage trains. Raises
+    ConversionError when a tensor is left over.
     """
     source, hybrid = on_meta(config, plan, settings)
     theirs, ours = set(source.state_dict()), hybrid.state_dict()
@@ -59,7 +63,7 @@ def account(config: Any, plan: LayerPlan, dtype: torch.dtype, solves: bool, sett
     prefix = f"{hybrid.base_model_prefix}.layers"
     solved = {f"{prefix}.{i}.self_attn.o_proj.weight" for i in own} if solves else set()
     new = sorted(set(ours) - theirs)
-    trained = sum(p.numel() for mixer in own.values() for p in mixer.parameters())
+    trained = sum(p.numel() for p in by_role(hybrid, role, own).values())
     parameters = sum(p.numel() for p in hybrid.parameters())
     return Accounting(
         copied=sorted(theirs - solved),
@@ -70,7 +74,7 @@ def account(config: Any, plan: LayerPlan, dtype: torch.dtype, solves: bool, sett
         new_parameters=sum(ours[name].numel() for name in new),
         trained_parameters=trained,
         checkpoint_bytes=sum(p.numel() * dtype.itemsize for p in hybrid.parameters()),
-        # fp32: the source, the mixers' own copies, and for those a gradient and two moments
+        # fp32: the source, own copies of what trains, and for those a gradient and two moments
         training_bytes=4 * (sum(p.numel() for p in source.parameters()) + 4 * trained),
         cache=CacheBytes.of(hybrid, dtype),
     )

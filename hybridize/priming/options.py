@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,17 @@ from hybridize.hybrid.plan import LayerPlan, check_kind
 from hybridize.mixers import MIXERS
 from hybridize.mixers.base import geometry
 from hybridize.priming.align import AlignOptions
+from hybridize.priming.objective import LossWeights
+from hybridize.priming.roles import ROLES
+from hybridize.priming.stages import ADAPT, DISTILL, StageOptions
 from hybridize.priming.transfer import StartOptions
 from hybridize.sources import Source
 from hybridize.workspace import Workspace
 
-STAGES = ("init", "align")
+STAGES = ("init", "align", "distill", "adapt")
+DEFAULT_STAGES = ("init", "align")
+# How --tokens is split over the stages that train: a short layer-wise one, since errors of many layers add up in it.
+_SHARES = {"align": 1, "distill": 2, "adapt": 2}
 RUN_FILE = "run.json"
 SPACED = "evenly spaced"
 _MAY_BE_ZERO = {"num_iters", "sinks"}
@@ -49,6 +55,41 @@ class PrimeOptions:
     align: AlignOptions = field(default_factory=AlignOptions)
     settings: dict[str, Any] = field(default_factory=dict)
     revision: str | None = None
+    distill: StageOptions = DISTILL
+    adapt: StageOptions = ADAPT
+    compute: str = "float32"  # what distill and adapt compute in; masters are fp32
+    evaluate_every: int = 0  # tokens; 0: not on the way
+    baseline: bool = False
+
+    def steps(self, stage: str) -> int:
+        """Steps of a stage that trains, from its share of the tokens; of `baseline` as many as of adapt."""
+        if stage == "baseline":
+            return self.steps("adapt") if self.baseline else 0
+        if stage not in self.stages:
+            return 0
+        asked = sum(share for name, share in _SHARES.items() if name in self.stages)
+        return self.tokens * _SHARES[stage] // asked // self.step_tokens(stage)
+
+    def step_tokens(self, stage: str) -> int:
+        """Tokens of one step of a stage."""
+        return self.batch_size * self.context * (1 if stage == "align" else self.options_of(stage).train.accumulate)
+
+    def options_of(self, stage: str) -> StageOptions:
+        """Of an end-to-end stage; `baseline`, the source itself, has adapt's, without the KL to itself."""
+        if stage == "distill":
+            return self.distill
+        return replace(self.adapt, loss=LossWeights(cross_entropy=1.0)) if stage == "baseline" else self.adapt
+
+    def role(self, stage: str = "") -> str:
+        """The most that has trained when `stage` is done; at the end of the run without one."""
+        ends = STAGES.index(stage) if stage in STAGES else len(STAGES)
+        done = [name for name in ("distill", "adapt") if name in self.stages and STAGES.index(name) <= ends]
+        return max((self.options_of(name).train.role for name in done), key=ROLES.index, default="mixers")
+
+    def first_row(self, stage: str) -> int:
+        """The row of the training text that a stage begins with: the one after the last of the stage before it."""
+        before = {"align": [], "distill": ["align"]}.get(stage, ["align", "distill"])
+        return sum(self.steps(name) * self.step_tokens(name) for name in before) // self.context
 
     @staticmethod
     def read(path: Path) -> PrimeOptions:
@@ -57,6 +98,7 @@ class PrimeOptions:
             raw = json.loads(path.read_text("utf-8"))["options"]
             raw["start"], raw["align"] = StartOptions(**raw["start"]), AlignOptions(**raw["align"])
             raw["stages"] = tuple(raw["stages"])
+            raw.update({name: StageOptions.read(raw[name]) for name in ("distill", "adapt") if name in raw})
             return PrimeOptions(**raw)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}); start the run again without --resume.") from None
@@ -146,13 +188,11 @@ def make_options(
         init_tokens = max(16_384, 8 * heads * head_dim)
     if batch_size is None:
         batch_size = max(1, (2048 if device.type == "cpu" else 8192) // context)
-    if "align" in stages and tokens < batch_size * context:
-        raise UsageError(f"--tokens {tokens} is less than one step of {batch_size} rows of {context} tokens.")
     return PrimeOptions(
         model=model_name(source),
         pattern=str(plan),
         chosen=chosen,
-        stages=tuple(stages),
+        stages=tuple(stage for stage in STAGES if stage in stages),
         tokens=tokens,
         init_tokens=max(init_tokens, context),
         held_out_tokens=held_out_tokens,
@@ -163,6 +203,25 @@ def make_options(
         output="",
         dtype=dtype,
     )
+
+
+def check_budget(options: PrimeOptions) -> None:
+    """UsageError where a stage's share of the tokens is less than one step, or an option's stage is left out."""
+    for stage in (stage for stage in _SHARES if stage in options.stages):
+        if options.steps(stage) < 1:
+            share = "" if set(options.stages) & set(_SHARES) == {stage} else f", of which {stage} gets its share,"
+            raise UsageError(
+                f"--tokens {options.tokens}{share} is less than one step of {options.step_tokens(stage)} tokens: "
+                f"{options.batch_size} rows of {options.context} tokens a batch."
+            )
+    if options.role("adapt") != options.adapt.train.role and "adapt" in options.stages:
+        raise UsageError("Stage adapt would train less than stage distill; let it train as much.")
+    if options.evaluate_every < 0:
+        raise UsageError(f"--evaluate-every is {options.evaluate_every}; give a number of tokens.")
+    if options.evaluate_every and not {"distill", "adapt"} & set(options.stages):
+        raise UsageError("--evaluate-every is for the stages distill and adapt; name one in --stages.")
+    if options.baseline and "adapt" not in options.stages:
+        raise UsageError("--baseline trains the source on the tokens of stage adapt; name adapt in --stages.")
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
@@ -225,6 +284,7 @@ def describe(options: PrimeOptions, source: Source) -> dict[str, Any]:
         "seed": options.seed,
         "start": asdict(options.start),
         "align": asdict(options.align),
+        **{stage: asdict(options.options_of(stage)) for stage in ("distill", "adapt") if stage in options.stages},
         "mixer_settings": options.settings,
     }
 

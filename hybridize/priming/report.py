@@ -13,6 +13,9 @@ _STEPS = {
     "converted": "converted, weights copied",
     "init": "after init",
     "align": "after align",
+    "distill": "after distill",
+    "adapt": "after adapt",
+    "baseline": "source, same tokens",
 }
 
 
@@ -41,7 +44,7 @@ def show_dry_run(console: Console, report: dict[str, Any]) -> None:
             "new tensors": tensors["new"],
             "parameters": report["parameters"],
             "  of these new": report["new_parameters"],
-            "  of these trained by align": report["trained_parameters"],
+            "  of these trained": report["trained_parameters"],
             "checkpoint": size(report["checkpoint_bytes"]),
             "memory to train, about": size(report["training_bytes"]),
             **_cache_lines(cache),
@@ -63,7 +66,7 @@ def show_report(console: Console, report: dict[str, Any]) -> None:
     console.report(
         {
             "pattern": report["pattern"],
-            "tokens aligned": report["train_tokens"],
+            "tokens trained on": report["train_tokens"],
             "tokens measured": report["held_out_tokens"],
             **_cache_lines(report["cache"]),
             "hybrid": report["output"],

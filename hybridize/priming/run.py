@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import re
 import shutil
-import signal
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from hybridize.builtin import BUILTIN, builtin_text, model_name, open_model
 from hybridize.console import Console
 from hybridize.devices import pick_device
-from hybridize.errors import CheckpointError, Interrupted
+from hybridize.errors import CheckpointError
 from hybridize.hybrid.families import check_config
-from hybridize.hybrid.model import convert, mixers
+from hybridize.hybrid.model import convert
 from hybridize.hybrid.plan import LayerPlan
 from hybridize.priming.accounting import Accounting, account
 from hybridize.priming.align import Aligner, AlignOptions, DivergedError
+from hybridize.priming.checkpoints import explained_write, read_checkpoint, write_checkpoint
+from hybridize.priming.loop import Steps, run_steps
 from hybridize.priming.options import (
+    DEFAULT_STAGES,
     RUN_FILE,
     SPACED,
-    STAGES,
     PrimeOptions,
+    check_budget,
     check_settings,
     choose_layers,
     describe,
@@ -42,13 +38,17 @@ from hybridize.priming.options import (
     output_dtype,
     short_name,
 )
+from hybridize.priming.roles import by_role, own_copies
+from hybridize.priming.stages import ADAPT, BEST, DISTILL, RowStream, Stage, StageOptions
+from hybridize.priming.trainer import Trainer
 from hybridize.priming.transfer import StartOptions, fit_start
 from hybridize.sources import Source
 from hybridize.tasks.perplexity import mean_loss
 from hybridize.tasks.text import TextSplit, prepare, read_documents
-from hybridize.workspace import Workspace, atomic_folder, check_disk_space, check_place, write_json, write_text
+from hybridize.workspace import Workspace, atomic_folder, check_disk_space, check_place, write_json
 
 _CHECKPOINT, _LOG = "checkpoint.pt", "log.jsonl"
+_TRAINING = ("align", "distill", "adapt", "baseline")
 _WEIGHTS = (".safetensors", ".bin", ".index.json", ".gguf", ".pt", ".pth", ".h5", ".msgpack")
 
 
@@ -59,7 +59,7 @@ def prime(
     layers: Sequence[int] | None = None,
     pattern: str | None = None,
     layer: str | None = None,
-    stages: Sequence[str] = STAGES,
+    stages: Sequence[str] = DEFAULT_STAGES,
     tokens: int = 1_000_000,
     data: str | os.PathLike[str] = BUILTIN,
     output: str | os.PathLike[str] | None = None,
@@ -71,6 +71,11 @@ def prime(
     held_out_tokens: int = 32_768,
     lr: float = AlignOptions.lr,
     start: StartOptions | None = None,
+    distill: StageOptions = DISTILL,
+    adapt: StageOptions = ADAPT,
+    compute: str | None = None,
+    evaluate_every: int = 0,
+    baseline: bool = False,
     seed: int = 0,
     device: str | None = None,
     dtype: str | None = None,
@@ -79,12 +84,15 @@ def prime(
     revision: str | None = None,
     **mixer_settings: Any,
 ) -> dict[str, Any]:
-    """Convert a source model, align its mixers, and write the hybrid; returns the report that is also written.
+    """Convert a source model, train its mixers, and write the hybrid; returns the report that is also written.
 
     Which layers: `ratio` of them, as the workspace's last probe of this model selects them, or else evenly spaced (0.5
     when nothing is said); or `layers`; or a whole `pattern`. `layer` is what they become: gka, unless the probe says.
-    `tokens` is the budget of stage align, `context` the tokens per row. Other keywords are mixer settings such as
-    num_iters. Raises HybridizeError children; an interrupted run continues with resume=True to the same numbers.
+    `stages` are init (closed form), align (each mixer by itself), distill (end to end, towards the source) and adapt
+    (on the text); `tokens` is the budget of those that train, `context` the tokens per row. Distill and adapt compute
+    in `compute` (bfloat16 on CUDA) with fp32 masters; with `evaluate_every` tokens, the best weights on the way are
+    kept; `baseline` trains the source too, on adapt's tokens. Other keywords are mixer settings such as num_iters.
+    Raises HybridizeError children; an interrupted run continues with resume=True to the same numbers.
     """
     console = console or Console(quiet=True)
     place = Workspace(Path(workspace) if workspace else None)
@@ -124,9 +132,15 @@ def prime(
             output=str(final.absolute()),
             start=start or StartOptions(),
             align=AlignOptions(lr=lr),
+            distill=distill,
+            adapt=adapt,
+            compute=compute or ("bfloat16" if target.type == "cuda" else "float32"),
+            evaluate_every=evaluate_every,
+            baseline=baseline,
             settings=mixer_settings,
             revision=source.revision if source.repository else None,
         )
+        check_budget(options)
     if options.chosen == SPACED:
         console.note("No probe of this model was made here: the layers to convert are evenly spaced.")
     else:
@@ -134,12 +148,13 @@ def prime(
     solves = "init" in options.stages and options.start.solve
     number = output_dtype(source, options.dtype)
     check_settings(plan, options.settings)
-    accounting = account(source.config, plan, number, solves, options.settings)
+    accounting = account(source.config, plan, number, solves, options.settings, options.role())
     final = Path(options.output)
     check_place(final)
     if dry_run:
         return {"dry_run": True, **describe(options, source), **accounting.summary(), "output": str(final)}
-    check_disk_space(final, accounting.checkpoint_bytes + 16 * accounting.trained_parameters)
+    # Weights and two moments, twice while a checkpoint is replaced; and where they are kept, the best weights.
+    check_disk_space(final, accounting.checkpoint_bytes + 28 * accounting.trained_parameters)
     return _Run(options, source, plan, accounting, folder, target, number, console, place).work()
 
 
@@ -164,8 +179,10 @@ class _Run:
 
     def work(self) -> dict[str, Any]:
         options, console = self.options, self.console
-        saved = self._read_checkpoint()
+        saved = read_checkpoint(self.folder / _CHECKPOINT, self.device)
         rows = self._rows()
+        if saved and "stage" not in saved:
+            raise CheckpointError(f"{self.folder} was begun by an earlier version; start the run without --resume.")
         if saved and saved["fingerprint"] != rows.fingerprint:
             raise CheckpointError(
                 f"The text of {options.data} has changed since {self.folder} was begun; start the run without --resume."
@@ -174,17 +191,12 @@ class _Run:
         torch.manual_seed(options.seed)
         hybrid = convert(teacher, self.plan, share=True, **options.settings)
         hybrid.config.hybrid["source"]["revision"] = self.source.revision
-        steps = options.tokens // (options.batch_size * options.context) if "align" in options.stages else 0
-        aligner = Aligner(teacher, hybrid, options.align, steps)
+        pending = [stage for stage in _TRAINING if options.steps(stage)]
         losses: dict[str, Any] = {}
         if saved:
             losses = saved["losses"]
-            if unknown := hybrid.load_state_dict(saved["mixers"], strict=False).unexpected_keys:
-                raise CheckpointError(
-                    f"{self.folder} holds a tensor {unknown[0]} that this hybrid has not; start it again."
-                )
-            aligner.optimiser.load_state_dict(saved["optimiser"])
-            aligner.steps_done = saved["step"]
+            pending = pending[pending.index(saved["stage"]) :] if saved["stage"] in pending else []
+            self._load(hybrid, saved["weights"], options.role(saved["stage"]))
         else:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(self.folder / RUN_FILE, {"options": asdict(options)})
@@ -197,15 +209,17 @@ class _Run:
                 errors = self._fit(teacher, hybrid, rows.train, options.start, "Init")
                 console.note(f"Mean relative error of the converted layers: {_mean(errors):.3f}")
                 losses["init"] = self._measure(hybrid, rows.held_out, "Held-out loss after init")
-            self._write_checkpoint(aligner, hybrid, losses, rows)
-        if steps:
-            self._align(aligner, hybrid, rows, losses, steps)
-            if "init" in options.stages and options.start.solve:
-                # The mixers have moved on: solve their output projections again, to make good what earlier layers lost.
-                again = StartOptions(calibrate=False, ridge=options.start.ridge, follow=True)
-                self._fit(teacher, hybrid, rows.train, again, "Refit")
-            losses["align"] = self._measure(hybrid, rows.held_out, "Held-out loss after align")
-        return self._finish(hybrid, losses, rows, steps)
+            self._save(pending[0] if pending else "", hybrid, losses, rows)
+        for place, stage in enumerate(pending):
+            training = saved["training"] if saved and place == 0 else None
+            if stage == "align":
+                self._align(teacher, hybrid, rows, losses, training)
+            else:
+                if stage == "adapt" and not options.adapt.loss.needs_teacher:
+                    teacher = None  # only its converted layers' attention is freed: the rest is the hybrid's as well
+                self._train(stage, teacher, hybrid, rows, losses, training)
+            self._save("".join(pending[place + 1 : place + 2]), hybrid, losses, rows)
+        return self._finish(hybrid, losses, rows)
 
     # -- stages ------------------------------------------------------------------------------------------------------
 
@@ -241,38 +255,64 @@ class _Run:
         with self.console.progress(f"{title}: least squares, {last + 1} layers", total, "token") as tracker:
             return fit_start(teacher, hybrid, batches, start, tracker.advance)
 
-    def _align(self, aligner: Aligner, hybrid: Any, rows: TextSplit, losses: dict[str, Any], steps: int) -> None:
+    def _align(self, teacher: Any, hybrid: Any, rows: TextSplit, losses: dict[str, Any], training: Any) -> None:
         options = self.options
-        batch_tokens = options.batch_size * options.context
-        log = self.folder / _LOG
-        _drop_lines_from(log, aligner.steps_done)
-        saved_at = time.monotonic()
-        with (
-            self.console.progress("Align", steps * batch_tokens, "token") as tracker,
-            _stop_gently() as stop,
-            log.open("a", encoding="utf-8") as lines,
-        ):
-            tracker.advance(aligner.steps_done * batch_tokens)
-            while aligner.steps_done < steps:
-                step = aligner.steps_done
-                try:
-                    errors = aligner.step(self._batch(rows.train, step))
-                except DivergedError as error:
-                    raise DivergedError(
-                        f"{error} The last good state is in {self.folder}; use a smaller --lr."
-                    ) from None
-                lines.write(json.dumps({"step": step, "loss": _mean(errors), "layers": errors}) + "\n")
-                lines.flush()
-                tracker.advance(batch_tokens, f"relative error {_mean(errors):.4f}")
-                if stop.is_set() or time.monotonic() - saved_at > 60:
-                    self._write_checkpoint(aligner, hybrid, losses, rows)
-                    saved_at = time.monotonic()
-                if stop.is_set() and aligner.steps_done < steps:
-                    raise Interrupted(
-                        f"Stopped after {aligner.steps_done} of {steps} steps; everything is kept in {self.folder}: "
-                        "continue with hybridize prime --resume."
-                    )
-        self._write_checkpoint(aligner, hybrid, losses, rows)
+        aligner = Aligner(teacher, hybrid, options.align, options.steps("align"))
+        if training:
+            aligner.optimiser.load_state_dict(training["optimiser"])
+            aligner.steps_done = training["step"]
+
+        def take(step: int) -> dict[str, Any]:
+            errors = aligner.step(self._batch(rows.train, step))
+            return {"loss": _mean(errors), "layers": errors}
+
+        def save() -> None:
+            state = {"step": aligner.steps_done, "optimiser": aligner.optimiser.state_dict()}
+            self._save("align", hybrid, losses, rows, state)
+
+        self._run_steps("align", aligner.steps_done, take, save, shows="relative error")
+        if "init" in options.stages and options.start.solve:
+            # The mixers have moved on: solve their output projections again, to make good what earlier layers lost.
+            again = StartOptions(calibrate=False, ridge=options.start.ridge, follow=True)
+            self._fit(teacher, hybrid, rows.train, again, "Refit")
+        losses["align"] = self._measure(hybrid, rows.held_out, "Held-out loss after align")
+
+    def _train(
+        self, name: str, teacher: Any, hybrid: Any, rows: TextSplit, losses: dict[str, Any], training: Any
+    ) -> None:
+        """Distill or adapt; or baseline, which trains the source itself."""
+        options, chosen = self.options, self.options.options_of(name)
+        model = self.source.load(torch.float32, self.device) if name == "baseline" else hybrid
+        stage = Stage(
+            model,
+            teacher,
+            self.plan.layers,
+            chosen,
+            RowStream(rows.train, options.batch_size, options.first_row(name)),
+            options.steps(name),
+            getattr(torch, options.compute),
+            self.folder,
+            lambda model: mean_loss(model, rows.held_out, options.batch_size),
+            max(1, options.evaluate_every // options.step_tokens(name)) if options.evaluate_every else 0,
+        )
+        if training:
+            stage.load_state(training)
+
+        def save() -> None:
+            # While the hybrid trains, its weights are the masters.
+            self._save(name, hybrid, losses, rows, stage.state(), None if name == "baseline" else stage.trainer)
+
+        self._run_steps(name, stage.trainer.steps_done, lambda step: stage.step(), save)
+        if (step := stage.finish()) != options.steps(name):
+            self.console.note(f"The best held-out loss was that of step {step}: these weights are kept.")
+        losses[name] = self._measure(model, rows.held_out, f"Held-out loss after {name}")
+
+    def _run_steps(self, stage: str, done: int, take: Any, save: Any, shows: str = "loss") -> None:
+        options = self.options
+        rate = {"align": "--lr", "distill": "--distill-lr"}.get(stage, "--adapt-lr")
+        work = Steps(stage, done, options.steps(stage), options.step_tokens(stage), take, save, rate, shows)
+        earlier = list(_TRAINING[: _TRAINING.index(stage)])
+        run_steps(work, self.folder, self.folder / _LOG, earlier, self.console)
 
     def _batch(self, rows: Tensor, step: int) -> Tensor:
         index = torch.arange(step * self.options.batch_size, (step + 1) * self.options.batch_size) % len(rows)
@@ -287,39 +327,32 @@ class _Run:
 
     # -- files -------------------------------------------------------------------------------------------------------
 
-    def _read_checkpoint(self) -> dict[str, Any] | None:
-        path = self.folder / _CHECKPOINT
-        if not path.exists():
-            return None
-        try:
-            saved: dict[str, Any] = torch.load(path, map_location=self.device, weights_only=True)
-        except Exception as error:
-            raise CheckpointError(f"{path} cannot be read ({error}); start the run again without --resume.") from None
-        return saved
+    def _save(
+        self,
+        stage: str,
+        hybrid: Any,
+        losses: dict[str, Any],
+        rows: TextSplit,
+        training: dict[str, Any] | None = None,
+        trainer: Trainer | None = None,
+    ) -> None:
+        """Write the checkpoint: in `stage` (at its start without `training`, at the run's end without a name)."""
+        trained = by_role(hybrid, self.options.role(stage), self.plan.layers)
+        weights = {name: p.detach() for name, p in trained.items()}
+        if trainer is not None:
+            weights.update({name: x.detach() for name, x in trainer.masters.masters.items()})
+        content = {"stage": stage, "training": training, "weights": weights, "losses": losses}
+        write_checkpoint(self.folder / _CHECKPOINT, {**content, "fingerprint": rows.fingerprint})
 
-    def _write_checkpoint(self, aligner: Aligner, hybrid: Any, losses: dict[str, Any], rows: TextSplit) -> None:
-        names = {f"{hybrid.base_model_prefix}.layers.{i}.self_attn." for i in mixers(hybrid)}
-        state = {n: x for n, x in hybrid.state_dict().items() if any(n.startswith(prefix) for prefix in names)}
-        partial = self.folder / f".{_CHECKPOINT}.partial"
-        checkpoint = {
-            "step": aligner.steps_done,
-            "mixers": state,
-            "optimiser": aligner.optimiser.state_dict(),
-            "losses": losses,
-            "fingerprint": rows.fingerprint,
-        }
-        try:
-            # Given a path, torch.save reports a full disk as an internal error.
-            with partial.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, self.folder / _CHECKPOINT)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+    def _load(self, hybrid: Any, weights: dict[str, Tensor], role: str) -> None:
+        if role != "mixers":
+            own_copies(hybrid, by_role(hybrid, role, self.plan.layers))  # the source keeps its own
+        if unknown := hybrid.load_state_dict(weights, strict=False).unexpected_keys:
+            raise CheckpointError(
+                f"{self.folder} holds a tensor {unknown[0]} that this hybrid has not; start it again."
+            )
 
-    def _finish(self, hybrid: Any, losses: dict[str, Any], rows: TextSplit, steps: int) -> dict[str, Any]:
+    def _finish(self, hybrid: Any, losses: dict[str, Any], rows: TextSplit) -> dict[str, Any]:
         options = self.options
         report: dict[str, Any] = {
             **describe(options, self.source),
@@ -327,19 +360,20 @@ class _Run:
             "losses": {
                 name: {"loss": value, "perplexity": math.exp(min(value, 700.0))} for name, value in losses.items()
             },
-            "train_tokens": steps * options.batch_size * options.context,
+            "train_tokens": sum(options.steps(name) * options.step_tokens(name) for name in _TRAINING[:-1]),
             "held_out_tokens": rows.held_out.numel(),
             "text_fingerprint": rows.fingerprint,
             "device": str(self.device),
             "output": options.output,
             "run": str(self.folder),
         }
-        with _explained_write(options.output), atomic_folder(options.output) as partial:
+        with explained_write(options.output), atomic_folder(options.output) as partial:
             hybrid.to(self.dtype).save_pretrained(partial)
             self._copy_companions(partial)
             write_json(partial / "prime.json", report)
         self.workspace.record("hybrid", Path(options.output), source=self.source.name, pattern=str(self.plan))
-        (self.folder / _CHECKPOINT).unlink(missing_ok=True)  # the run is done; the folder keeps its options and curve
+        for name in (_CHECKPOINT, BEST):
+            (self.folder / name).unlink(missing_ok=True)  # the run is done; the folder keeps its options and curve
         return report
 
     def _copy_companions(self, folder: Path) -> None:
@@ -355,43 +389,3 @@ class _Run:
 
 def _mean(values: dict[int, float]) -> float:
     return sum(values.values()) / max(1, len(values))
-
-
-def _drop_lines_from(log: Path, step: int) -> None:
-    """Forget logged steps that will be done again, because they came after the last checkpoint."""
-    if not log.exists():
-        return
-    lines = log.read_text("utf-8").split("\n")[:-1]  # what follows the last line break was cut short by a kill
-    write_text(log, "".join(f"{line}\n" for line in lines if json.loads(line)["step"] < step))
-
-
-@contextmanager
-def _explained_write(output: str) -> Iterator[None]:
-    """OSError in place of safetensors' own error, which means a damaged file to those who read."""
-    try:
-        yield
-    except SafetensorError as error:
-        number = re.search(r"\(os error (\d+)\)", str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), output) from None
-
-
-@contextmanager
-def _stop_gently() -> Iterator[threading.Event]:
-    """Set an event at the first Ctrl-C, so that the step in progress ends; a second one stops at once."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def handler(number: int, frame: Any) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -11,8 +11,11 @@ import torch
 from hybridize.console import Console, duration, size
 from hybridize.mixers.base import geometry
 from hybridize.probing.fitted import FIT_TOKENS
+from hybridize.probing.hankel import BLOCK_ENTRIES, LONG, LONG_HEADS, VARIANTS, splits_of
 from hybridize.probing.joint import JOINT_TOKENS
+from hybridize.probing.measure import HANKEL_ROWS
 from hybridize.probing.options import MIXER, ProbeOptions
+from hybridize.probing.spectrum import Estimate
 from hybridize.probing.swa_proxy import LOGITS
 from hybridize.tasks.retrieval import DEPTHS
 from hybridize.tasks.scored import SCORED_PER_ROW
@@ -71,7 +74,8 @@ def need(config: Any, options: ProbeOptions, tasks: int, dtype: torch.dtype, dev
     # beside the residual stream, its norm and the layer's output; or the logits of one chunk in fp32, six times.
     widest = max(3 * config.intermediate_size, 3 * (heads + 2 * kv_heads) * dim, 8 * hidden // dtype.itemsize)
     layer = at_once * dtype.itemsize * (3 * hidden + widest)
-    work = int(_SLACK * max(layer, 6 * 4 * min(LOGITS, at_once * config.vocab_size)))
+    blocks, hankel = _hankel_need(options, heads) if "hankel" in options.methods else (0, 0)
+    work = int(_SLACK * max(layer, 6 * 4 * min(LOGITS, at_once * config.vocab_size), blocks))
     tokens = text + answers
     changes = len(options.windows) if {"swa", "retrieval"} & set(options.methods) else 0
     changes += MIXER in options.methods
@@ -88,7 +92,20 @@ def need(config: Any, options: ProbeOptions, tasks: int, dtype: torch.dtype, dev
     flops = passes * tokens * (2 * body + attention) + layers * (1 + changes) * scored * (
         2 * hidden * config.vocab_size
     )
+    flops += layers * hankel
     return Need(weights, work, tokens * hidden * dtype.itemsize, tokens, passes, flops / _speed(device, dtype))
+
+
+def _hankel_need(options: ProbeOptions, heads: int) -> tuple[int, int]:
+    """Bytes of a layer's blocks with what is computed from them, and operations, for the rows that are measured."""
+    tokens, estimate = options.context, Estimate()
+    some = min(heads, LONG_HEADS) if tokens > LONG else heads
+    entries = [split * (tokens - split) for split in splits_of(tokens)]
+    held = max(max(entries), min(BLOCK_ENTRIES, some * max(entries)))
+    # Of each variant: a product with the basis per pass and two more, and two with each probe in every Lanczos step.
+    products = estimate.basis * (2 * estimate.passes + 2) + 2 * estimate.probes * estimate.steps
+    rows = min(HANKEL_ROWS, options.sequences)
+    return 3 * 4 * held, 2 * products * len(VARIANTS) * sum(entries) * some * rows
 
 
 def _speed(device: torch.device, dtype: torch.dtype) -> float:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridize.errors import UsageError
 from hybridize.hybrid.model import convert, mixers
@@ -33,15 +33,19 @@ def fitted_mixers(
     count = model.config.num_hidden_layers
     hybrid = convert(model, LayerPlan.from_layers(count, range(count), kind), share=True)
     fit_start(model, hybrid, [ids.to(device) for ids in rows.split(size)], StartOptions(), advance)
-    chosen, layers = mixers(hybrid), model.base_model.layers
+    return in_place(model, mixers(hybrid))
+
+
+def in_place(model: Any, modules: Mapping[int, nn.Module]) -> Change:
+    """The change that puts a layer's module of `modules` in place of what computes its attention."""
 
     @contextmanager
-    def in_place(number: int) -> Iterator[None]:
-        layer = layers[number]
-        attention, layer.self_attn = layer.self_attn, chosen[number]
+    def change(number: int) -> Iterator[None]:
+        layer = model.base_model.layers[number]
+        own, layer.self_attn = layer.self_attn, modules[number]
         try:
             yield
         finally:
-            layer.self_attn = attention
+            layer.self_attn = own
 
-    return in_place
+    return change

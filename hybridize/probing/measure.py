@@ -82,10 +82,11 @@ def _rows(
 
 
 def fingerprint(batches: Sequence[Scored], rows: Iterable[Tensor]) -> str:
-    """Of every token that is measured on, so that a resumed probe cannot mix two texts."""
+    """Of every token that is measured on, so that a resumed probe cannot mix two texts; batches may be of any size."""
     digest = hashlib.sha256()
-    for tensor in [*(x for batch in batches for x in (batch.ids, batch.targets)), *rows]:
-        digest.update(repr(tuple(tensor.shape)).encode() + tensor.numpy().tobytes())
+    scored = [row for batch in batches for pair in zip(batch.ids, batch.targets, strict=True) for row in pair]
+    for row in [*scored, *(row for part in rows for row in part)]:
+        digest.update(str(len(row)).encode() + row.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

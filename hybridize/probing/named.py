@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridize.errors import UsageError
-from hybridize.probing.hankel import DEFAULT_SCORE, hankel_score
+from hybridize.probing.hankel import DEFAULT_SCORE, check_hankel_score, hankel_score
 from hybridize.probing.select import mean_ranks
 
 # method -> its statistics, the default first; those of hankel and of tasks depend on what was measured
@@ -38,9 +38,13 @@ class NamedScore:
         """UsageError where there is no such score, or where it is not among what is measured."""
         rest, at, window = name.partition("@")
         method, _, statistic = rest.partition(".")
-        if method not in _STATISTICS:
+        if method not in _STATISTICS or rest.endswith("."):
             raise UsageError(f"There is no score {name!r}; use one of {', '.join(_STATISTICS)}.")
         if method not in methods:
+            if "tasks" in methods:
+                raise UsageError(
+                    f"--by {name}: --scores has scores of tasks only; use tasks, or tasks.NAME of a column."
+                )
             raise UsageError(f"--by {name}: {method} is not measured; add it to --method ({', '.join(methods)}).")
         known = _STATISTICS[method]
         if statistic and method in ("swa", "retrieval", "mixer") and statistic not in known:
@@ -49,7 +53,9 @@ class NamedScore:
         if at and method not in ("swa", "retrieval"):
             raise UsageError(f"--by {name}: {method} is not measured at windows.")
         if at and window not in changes:
-            raise UsageError(f"--by {name}: {window} is none of the windows ({', '.join(changes)}).")
+            raise UsageError(f"--by {name}: {window!r} is none of the windows ({', '.join(changes)}).")
+        if method == "hankel" and statistic:
+            check_hankel_score(statistic)
         first = str(windows[0]) if windows and method in ("swa", "retrieval") else None
         return NamedScore(method, statistic or known[0], window or first)
 
@@ -71,7 +77,10 @@ class NamedScore:
 
 def parse_scores(by: str, windows: Sequence[int], methods: Sequence[str]) -> list[NamedScore]:
     """The scores that 'swa+hankel' combines, or the only one; see NamedScore.parse."""
-    return [NamedScore.parse(name.strip(), windows, methods) for name in by.split("+")]
+    names = [name.strip() for name in by.split("+")]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"--by {by} names {twice} twice; name it once.")
+    return [NamedScore.parse(name, windows, methods) for name in names]
 
 
 def layer_scores(scores: Sequence[NamedScore], layers: Sequence[dict[str, Any]]) -> list[float]:

@@ -121,14 +121,13 @@ def make_options(
     if min(windows) >= context:
         raise UsageError(f"--window {min(windows)} hides nothing of a context of {context} tokens; give a smaller one.")
     methods = tuple(method for method in METHODS if method in methods)
-    scores = parse_scores(by or methods[0], windows, methods)
+    by = methods[0] if by is None else by
+    scores = parse_scores(by, windows, methods)
     check_kind(layer)
     if select not in SELECTIONS:
         raise UsageError(f"There is no selection {select!r}; use {' or '.join(SELECTIONS)}.")
     if select == "greedy" and (len(scores) > 1 or scores[0].method not in ("swa", MIXER)):
-        raise UsageError(
-            f"--select greedy changes layers together, by swa or by {MIXER}; --by {by or methods[0]} cannot."
-        )
+        raise UsageError(f"--select greedy changes layers together, by swa or by {MIXER}; --by {by} cannot.")
     return ProbeOptions(
         model=name,
         revision=revision,
@@ -141,7 +140,7 @@ def make_options(
         data=BUILTIN if data == BUILTIN else str(Path(data).expanduser().absolute()),
         ratio=share_of(config.num_hidden_layers, ratio, count, keep),
         keep=tuple(sorted(keep)),
-        by=by or methods[0],
+        by=by,
         select=select,
         layer=layer,
         seed=seed,

@@ -15,7 +15,7 @@ from hybridize.workspace import check_place, write_bytes
 FORMATS = ("png", "svg", "pdf")
 _WHAT = {
     "swa": "KL in nats per token",
-    "hankel": "nuclear norm without sinks",
+    "hankel": "singular values above 0.05, without sinks",
     "retrieval": "loss of answers in nats per token",
     "mixer": "KL in nats per token, fitted mixer in place",
     "tasks": "mean score lost",

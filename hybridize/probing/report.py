@@ -75,7 +75,9 @@ class ProbeReport:
         model: str | None, given: TaskScores, ratio: float, by: str | None, kind: str, keep: tuple[int, ...]
     ) -> ProbeReport:
         """A report of task scores measured elsewhere."""
-        report = ProbeReport(model, len(given.layers), ratio, by or "tasks", kind, keep, methods=["tasks"])
+        report = ProbeReport(
+            model, len(given.layers), ratio, "tasks" if by is None else by, kind, keep, methods=["tasks"]
+        )
         rows = zip(given.layers, given.losses, strict=True)
         report.finish(
             [

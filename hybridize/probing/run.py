@@ -20,6 +20,7 @@ from hybridize.hybrid.families import check_attention, check_config, check_famil
 from hybridize.hybrid.plan import check_kind
 from hybridize.hybrid.walk import entry_device
 from hybridize.probing.estimate import batch_tokens, need, placement, room
+from hybridize.probing.finite import check_weights
 from hybridize.probing.fitted import fitted_mixers
 from hybridize.probing.joint import JOINT_TOKENS, greedy
 from hybridize.probing.measure import (
@@ -48,7 +49,7 @@ from hybridize.probing.select import how_many, share_of
 from hybridize.probing.swa_proxy import Change, Sweep, windows
 from hybridize.tasks.retrieval import TASKS, make_items, measure, summary
 from hybridize.tasks.scored import Scored, score_answers
-from hybridize.workspace import Workspace, write_json, write_text
+from hybridize.workspace import Workspace, check_place, named_errors, write_json, write_text
 
 
 def probe(
@@ -92,6 +93,7 @@ def probe(
         chosen = make_options(source.config, name, revision=pinned, **options)
         origin = source.gguf or source.repository or source.path.name
         folder = place.run_folder(f"{Path(origin).name.removesuffix('.gguf')}-probe")
+        check_place(folder.absolute(), "--workspace")
     run = _Run(chosen, folder, place, console, source.stored_dtype)
     number = pick_dtype(chosen.dtype, target)
     needed = need(source.config, chosen, len(TASKS), number, target)
@@ -170,7 +172,9 @@ def _last_run(place: Workspace, model: str | os.PathLike[str] | None) -> tuple[P
         raise UsageError(
             f"The last probe in {place.folder} is of {options.model}, not of {model}; leave MODEL out to resume it."
         )
-    if (folder / REPORT_FILE).exists():
+    report = str(folder.absolute() / REPORT_FILE)
+    # Not whether the file is there: a kill may have come between it and its entry, which is still to be made then.
+    if any(entry["kind"] == "probe" and entry["value"] == report for entry in place.entries()):
         raise UsageError(f"The last probe is finished: its report is {folder / REPORT_FILE}.")
     return folder, options
 
@@ -194,6 +198,7 @@ class _Run:
         options = self.options
         for number, layer in enumerate(model.base_model.layers):
             check_attention(layer.self_attn, number)
+        check_weights(model)
         at_once = batch_tokens(entry_device(model), options.context)
         self.console.note(f"Reading and tokenising text ({'given' if texts is not None else options.data}).")
         groups = text_of(options, texts)
@@ -275,6 +280,8 @@ class _Run:
     def _hankel(self, model: Any, rows: dict[str, torch.Tensor]) -> None:
         count = model.config.num_hidden_layers
         left = [n for n in range(count) if "hankel" not in self.layers.get(n, {})]
+        if not left:
+            return
         with self.console.progress(f"Hankel rank of {len(left)} layers", None, "token") as tracker:
             measured_hankel(model, rows, self.options, left, self._keep, tracker.advance)
 
@@ -306,16 +313,14 @@ class _Run:
                     self._remember(record)
 
     def _keep(self, record: Record) -> None:
-        """Write a layer's results at once; UsageError where the score that selects is not among them."""
-        for score in self.scores:
-            if score.method in record:
-                score.read(record)
+        """Write a layer's results at once."""
         self._remember(record)
         self._write(record)
 
     def _write(self, record: Record) -> None:
         if self.folder is not None:
-            with (self.folder / LAYERS_FILE).open("a", encoding="utf-8") as file:
+            path = self.folder / LAYERS_FILE
+            with named_errors(path), path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
                 file.flush()
                 os.fsync(file.fileno())

@@ -64,9 +64,10 @@ def read_scores(path: Path) -> TaskScores:
     baseline = rows.pop(_BASELINE, None)
     if not rows:
         raise DataError(f"{path} has no row for a layer, only its first row; add one row per layer, from 0.")
-    if missing := sorted(set(range(max(rows) + 1)) - set(rows)):
+    missing = next(layer for layer in range(len(rows) + 1) if layer not in rows)
+    if missing < len(rows):
         raise DataError(
-            f"{path} has no row for layer {missing[0]}, but one for layer {max(rows)}; give every layer from 0 a row."
+            f"{path} has no row for layer {missing}, but one for layer {max(rows)}; give every layer from 0 a row."
         )
     tasks = tuple(name for name in header if name != LAYER)
     return TaskScores(tasks, tuple(rows[layer] for layer in sorted(rows)), baseline)

@@ -19,12 +19,14 @@ def share_of(num_layers: int, ratio: float | None, count: int | None, keep: Sequ
 def how_many(num_layers: int, ratio: float | None, count: int | None, keep: Sequence[int]) -> int:
     """The number of layers to convert: `count`, or round(ratio * num_layers) and at least one.
 
-    PlanError for a wrong ratio; UsageError for both, a wrong count, and where `keep` does not leave so many layers.
+    UsageError for a wrong ratio or count, for both, and where `keep` does not leave so many layers.
     """
     if ratio is not None and count is not None:
         raise UsageError("--ratio and --count both say how many layers to convert; give one of them.")
     given = f"--ratio {_ratio(ratio)}" if count is None else f"--count {count}"
     if count is None:
+        if not 0 < _ratio(ratio) <= 1:
+            raise UsageError(f"{given}: the share of layers to convert must be above 0 and at most 1.")
         count = len(LayerPlan.evenly_spaced(num_layers, _ratio(ratio), "gka").layers)
     if not 1 <= count <= num_layers:
         raise UsageError(f"{given}: the model has {num_layers} layers; convert 1 to {num_layers} of them.")

@@ -12,6 +12,17 @@ import torch
 from torch import Tensor
 
 Spectrum = tuple[Tensor, Tensor]
+SPECTRUM_STATISTICS = (
+    "rank",
+    "relative_rank",
+    "energy_90",
+    "energy_99",
+    "entropy",
+    "nuclear",
+    "stable",
+    "tail",
+    "tail_norm",
+)
 EXACT_LIMIT = 512  # a smaller side up to this is decomposed exactly unless told otherwise
 
 

@@ -8,7 +8,7 @@ about L / 2 forward passes per change.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hybridize.errors import ConversionError, NonFiniteError
 from hybridize.hybrid.walk import Arguments, capture_forward, entering_stream, entry_device, first
+from hybridize.probing.finite import finite_activations
 from hybridize.probing.windowed import SINKS, windowed, without_masks
 from hybridize.tasks.perplexity import head_logits
 from hybridize.tasks.scored import Scored
@@ -48,8 +49,7 @@ class Sweep:
     """A model's own predictions at the scored positions, against which each layer's changes are then measured.
 
     `base` holds the unchanged model's loss (nats per scored token) and accuracy by group. advance(tokens) is told of
-    every token that has passed a layer. Raises NonFiniteError, which names the layer, where weights or activations are
-    not finite.
+    every token that has passed a layer. Raises NonFiniteError, which names the layer, where activations are not finite.
     """
 
     def __init__(self, model: Any, batches: Sequence[Scored], advance: Callable[[int], None] | None = None):
@@ -57,11 +57,16 @@ class Sweep:
         self.layers: Sequence[Any] = self.body.layers
         self.advance = advance or (lambda tokens: None)
         self.arguments: dict[int, Arguments] = {}  # by tokens per row
-        check_weights(self.layers)
-        with without_masks(self.body), _finite_activations(self.layers) as check:
+        with without_masks(self.body), finite_activations(self.layers) as check:
             self.batches = [self._base(scored, check) for scored in batches]
         outcomes = [_compare(model, b, {"": b.base})[""] for b in self.batches]
         self.base: Effects = _effects(self.batches, outcomes)
+        for group, effect in self.base.items():
+            if not _finite(effect["loss"]):
+                raise NonFiniteError(
+                    f"The unchanged model's loss on {group} is no finite number; use --dtype float32 or bfloat16, or "
+                    "check the model."
+                )
 
     @torch.no_grad()
     def run(self, changes: dict[str, Change], skip: Collection[int] = ()) -> Iterator[tuple[int, dict[str, Effects]]]:
@@ -146,47 +151,8 @@ def windows(model: Any, sizes: Sequence[int], sinks: int = SINKS) -> dict[str, C
     return {str(size): change(size) for size in sizes}
 
 
-def check_weights(layers: Sequence[Any]) -> None:
-    """NonFiniteError that names the first layer and tensor with a value that is not finite."""
-    for number, layer in enumerate(layers):
-        for name, weight in layer.named_parameters():
-            # Weights that are offloaded are on no device here; what they compute is checked.
-            if weight.numel() and not weight.is_meta and not _finite_tensor(weight.detach()):
-                raise NonFiniteError(
-                    f"Layer {number} has weights that are not finite numbers ({name}): download or make the model "
-                    "again."
-                )
-
-
-@contextmanager
-def _finite_activations(layers: Sequence[Any]) -> Iterator[Callable[[], None]]:
-    """Within the block, calling what it yields raises NonFiniteError for the layer that first gave NaN or infinity."""
-    seen: list[Tensor] = []
-    with ExitStack() as stack:
-        for layer in layers:
-            handle = layer.register_forward_hook(
-                lambda module, args, output: seen.append(torch.stack(torch.aminmax(first(output))).float().cpu())
-            )
-            stack.callback(handle.remove)
-
-        def check() -> None:
-            for number, extremes in enumerate(seen):
-                if not extremes.isfinite().all():
-                    raise NonFiniteError(
-                        f"Layer {number} gives hidden states that are not finite numbers; use --dtype float32 or "
-                        "bfloat16, or check the model."
-                    )
-            seen.clear()
-
-        yield check
-
-
 def _pick(hidden: Tensor, row: Tensor, place: Tensor) -> Tensor:
     return hidden[row.to(hidden.device), place.to(hidden.device)]
-
-
-def _finite_tensor(x: Tensor) -> bool:
-    return bool(torch.stack(torch.aminmax(x)).isfinite().all())  # unlike isfinite of x, this makes no copy of its size
 
 
 def _finite(x: float) -> bool:

@@ -13,9 +13,10 @@ LOGIT_ROWS = 1024  # positions whose logits are held at once: 1024 x a 152K voca
 
 
 def head_logits(model: Any, hidden: Tensor) -> Tensor:
-    """Logits in fp32 [..., vocabulary] of what left the final norm, [..., hidden]."""
+    """Logits in fp32 (in fp64 of hidden states in fp64) [..., vocabulary] of what left the final norm [..., hidden]."""
     scale = getattr(model.config, "logits_scaling", None) or 1.0
-    logits: Tensor = model.get_output_embeddings()(hidden).float()
+    logits: Tensor = model.get_output_embeddings()(hidden)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     return logits if scale == 1.0 else logits / scale
 
 

@@ -115,12 +115,19 @@ def first_rows(documents: Iterable[Document], tokenizer: Any, context: int, coun
     DataError where no document is as long as a row.
     """
     streams: list[np.ndarray] = []
+    longest = 0
     for _, text in documents:
         if len(streams) == count:
             break
         ids = tokenizer(text[: 8 * context * count], add_special_tokens=False, verbose=False)["input_ids"]
+        longest = max(longest, len(ids))
         if len(ids) >= context:
             streams.append(np.asarray(ids[: len(ids) // context * context], dtype=np.int64).reshape(-1, context))
+    if not streams:
+        raise DataError(
+            f"No document is as long as one row of {context} tokens, the longest has {longest}; give longer text or a "
+            "smaller --context."
+        )
     return _rounds(streams, 1, context, "document")[:count]
 
 

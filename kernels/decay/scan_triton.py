@@ -86,8 +86,8 @@ class _DecayAttention(torch.autograd.Function):
         return o, final.mT if value_major else final
 
     @staticmethod
-    @once_differentiable
     @compiled_together
+    @once_differentiable
     def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, g, w, initial, skip = ctx.saved_tensors
         table, scale, value_major = ctx.table, ctx.scale, ctx.value_major

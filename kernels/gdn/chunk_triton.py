@@ -126,8 +126,8 @@ class _GatedDelta(torch.autograd.Function):
         return o, final
 
     @staticmethod
-    @once_differentiable
     @compiled_together
+    @once_differentiable
     def backward(ctx: Any, d_o: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, beta, initial, inverses = ctx.saved_tensors
         p = plan(q, k, v, ctx.table)

@@ -120,8 +120,8 @@ class _Mix(torch.autograd.Function):
         return out, low, final
 
     @staticmethod
-    @once_differentiable
     @compiled_together
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, _: None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, g, w, alpha, initial, x, inverse, sizes = ctx.saved_tensors
         table, ridge = ctx.settings["table"], ctx.settings["ridge"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from priming_case import save_source, save_text
+from priming_case import SMALL, save_text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hybridize
@@ -18,30 +18,6 @@ from hybridize.priming.align import Aligner
 from hybridize.priming.transfer import LeastSquares, StartOptions, fit_start
 from hybridize.tasks.perplexity import mean_loss
 from hybridize.tasks.text import hold_out, read_documents, token_rows
-
-SMALL = ["--context", "32", "--batch-size", "2", "--init-tokens", "256", "--held-out-tokens", "256", "--device", "cpu"]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("prime")
-    save_source(folder / "source")
-    save_text(folder / "text")
-    return folder
-
-
-@pytest.fixture
-def prime(place, tmp_path, capfd):
-    """Run prime; returns (exit code, parsed JSON or None, stderr)."""
-
-    def run(*arguments, model=True):
-        words = ["prime", *([str(place / "source")] if model else []), *SMALL, "--data", str(place / "text")]
-        code = main([*words, "--workspace", str(tmp_path / "runs"), "--json", *map(str, arguments)])
-        out, err = capfd.readouterr()
-        return code, json.loads(out) if out.strip() else None, err
-
-    return run
 
 
 def sources(place):

@@ -8,12 +8,14 @@ from hybrid_cases import CASES, source, tokens
 from torch import Tensor
 
 from hybridize.builtin import builtin_text, open_builtin
-from hybridize.errors import SourceError, UsageError
+from hybridize.errors import NonFiniteError, SourceError, UsageError
 from hybridize.hybrid.walk import capture_layer_inputs, run_layer
 from hybridize.kernels.gdn import naive_gated_delta_rule
 from hybridize.kernels.gka import naive_gka
 from hybridize.kernels.ssd import naive_ssd
 from hybridize.probing.hankel import (
+    STATISTICS,
+    VARIANTS,
     HankelOptions,
     Mixing,
     hankel_score,
@@ -262,9 +264,11 @@ def test_the_sweep_measures_each_layer_on_all_rows():
 
 def test_scores_by_name():
     result = layer_hankel(Given(torch.eye(8)[None, None].roll(2, -2).tril()), HankelOptions(sinks=0))
-    assert hankel_score(result) == hankel_score(result, "no_sinks.nuclear") == pytest.approx(2)
+    assert hankel_score(result) == hankel_score(result, "no_sinks.rank") == pytest.approx(2)
     assert hankel_score(result, "all.rank.p90") == 2
-    with pytest.raises(UsageError, match=r"no_sinks\.nuclear"):
+    windowed = layer_hankel(Given(torch.eye(8)[None, None]), HankelOptions(window=2))
+    assert {name: tuple(found) for name, found in windowed.items()} == dict.fromkeys(VARIANTS, STATISTICS)
+    with pytest.raises(UsageError, match=r"no_sinks\.rank"):
         hankel_score(result, "all.rang")
 
 
@@ -273,7 +277,7 @@ def test_bad_input_is_named():
     with pytest.raises(UsageError, match="auto, exact or estimate"):
         hankel_sweep(model, rows, HankelOptions(method="svd"))
     model.model.layers[1].self_attn.q_proj.weight.data[0, 0] = math.nan
-    with pytest.raises(SourceError, match="layer 1"):
+    with pytest.raises(NonFiniteError, match="layer 1"):
         hankel_sweep(model, rows)
     model.model.layers[0].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
     with pytest.raises(SourceError, match=r"layer 0.*cannot be read"):

@@ -5,11 +5,12 @@ from contextlib import ExitStack
 import pytest
 import torch
 import torch.nn.functional as F
+from probing_case import SMALL
 
 import hybridize
 from hybridize.errors import UsageError
 from hybridize.priming.transfer import StartOptions, fit_start
-from hybridize.probing.fitted import fitted_mixers
+from hybridize.probing.fitted import FIT_TOKENS, fitted_mixers
 from hybridize.probing.joint import greedy
 from hybridize.probing.swa_proxy import Sweep, windows
 from hybridize.probing.windowed import windowed
@@ -122,6 +123,20 @@ def test_goes_on_with_the_layers_chosen_before_a_kill(probe, command, tmp_path, 
     assert code == 0, err
     assert runs == [4, 2]  # no layer is measured again, and the third is chosen
     assert resumed["selected"] == whole["selected"]
+
+
+def test_a_dry_run_counts_the_fit_and_the_steps(command, place):
+    def passes(*words):
+        code, plan, err = command("probe", place / "source", "--dry-run", *SMALL, *words)
+        assert code == 0, err
+        return plan
+
+    tokens = 4 * 64
+    plain, mixed = passes("--method", "swa"), passes("--method", "mixer")
+    assert mixed["forward_passes"] == plain["forward_passes"] + 2 * FIT_TOKENS / tokens
+    assert mixed["weight_bytes"] > plain["weight_bytes"]
+    steps = (1 + 4 / 2) + (1 + 3 / 2)  # two layers are chosen, of four and of three
+    assert passes("--select", "greedy")["forward_passes"] == pytest.approx(plain["forward_passes"] + steps, abs=0.1)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A drawing of the scores, and everything that is wrong with it said before the work."""
 
+import errno
 import importlib.util
 import os
 
@@ -7,6 +8,7 @@ import pytest
 from probing_case import made_up_report
 
 from hybridize.errors import UsageError, WorkspaceError
+from hybridize.probing import plot
 from hybridize.probing.plot import _panels, check_plot, draw
 
 MAGIC = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
@@ -86,6 +88,15 @@ def test_a_probe_is_drawn_and_says_where(probe, tmp_path):
     assert code == 0, err
     assert f"drawn in {path}" in err and report["selected"]["layers"]
     assert path.read_bytes().startswith(MAGIC["svg"])
+
+
+def test_a_drawing_that_fails_hides_no_result(probe, tmp_path, monkeypatch):
+    def full(path, data):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(plot, "write_bytes", full)
+    code, report, err = probe("--plot", tmp_path / "scores.svg")
+    assert code == 1 and "The disk is full" in err and report["selected"]["layers"]
 
 
 def test_matplotlib_is_imported_only_to_draw(python):

@@ -4,16 +4,20 @@ import json
 import shutil
 
 import pytest
+import torch
 from priming_case import save_source
 from probing_case import SMALL
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, Qwen3Config
 
 import hybridize
+from hybridize.cli import main
 from hybridize.errors import UsageError
 from hybridize.probing import run as probing_run
+from hybridize.probing.estimate import need
 from hybridize.probing.options import make_options, state_window
 from hybridize.probing.swa_proxy import Sweep, windows
+from hybridize.sources import Source
 from hybridize.tasks.retrieval import TASKS
 from hybridize.tasks.scored import score_text
 from hybridize.tasks.text import first_rows, read_documents
@@ -68,7 +72,7 @@ def test_selects_by_any_score(probe, by):
         "swa.loss": first["swa"]["8"]["loss"],
         "swa@20": first["swa"]["20"]["kl"],
         "swa.loss@20": first["swa"]["20"]["loss"],
-        "hankel": first["hankel"]["no_sinks"]["nuclear"]["mean"],
+        "hankel": first["hankel"]["no_sinks"]["rank"]["mean"],
         "hankel.no_sinks.rank": first["hankel"]["no_sinks"]["rank"]["mean"],
     }
     assert first["score"] == want[by]
@@ -153,7 +157,7 @@ def test_a_stopped_probe_resumes_to_the_same_numbers(probe, tmp_path, monkeypatc
     assert {**report, "report": None} == {**whole, "report": None}
 
 
-def test_resuming_asks_for_the_same_text_and_a_run_that_is_not_finished(probe, place, tmp_path, monkeypatch):
+def test_resuming_asks_for_the_same_text_and_a_run_that_is_not_finished(probe, command, place, tmp_path, monkeypatch):
     code, _, err = probe("--resume")
     assert code == 1 and "There is no probe in" in err
     shutil.copytree(place / "text", tmp_path / "text")
@@ -166,9 +170,43 @@ def test_resuming_asks_for_the_same_text_and_a_run_that_is_not_finished(probe, p
     assert code == 1 and "has changed since" in err
     shutil.rmtree(tmp_path / "text")
     shutil.copytree(place / "text", tmp_path / "text")
+    record = Workspace.record
+    monkeypatch.setattr(Workspace, "record", lambda self, kind, *args, **more: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert probe("--resume", model=False)[0] == 130  # with its report written, and not in the index yet
+    monkeypatch.setattr(Workspace, "record", record)
+    assert [entry["kind"] for entry in Workspace(tmp_path / "runs").entries()] == ["probe-run"]
     assert probe("--resume", model=False)[0] == 0
+    assert [entry["kind"] for entry in Workspace(tmp_path / "runs").entries()] == ["probe-run", "probe"]
     code, _, err = probe("--resume", model=False)
     assert code == 2 and "The last probe is finished" in err
+    command("probe", place / "source", "--scores", task_scores(tmp_path))
+    code, _, err = probe("--resume", model=False)
+    assert code == 2 and "The last probe is finished" in err
+
+
+def task_scores(folder):
+    path = folder / "tasks.csv"
+    path.write_text("layer_num,recall\n0,0.1\n1,0.2\n2,0.3\n3,0.4\n")
+    return path
+
+
+def test_a_run_may_be_resumed_where_batches_are_of_another_size(probe, monkeypatch):
+    _, whole, _ = probe()
+    monkeypatch.setattr(probing_run, "swept_layers", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert probe()[0] == 130
+    monkeypatch.undo()
+    monkeypatch.setattr(probing_run, "batch_tokens", lambda device, context: context)
+    code, report, err = probe("--resume", model=False)
+    assert code == 0, err
+    for layer, same in zip(report["layers"], whole["layers"], strict=True):
+        assert layer["score"] == pytest.approx(same["score"], rel=1e-3)
+
+
+def test_a_workspace_that_cannot_be_is_said_before_the_model_is_loaded(place, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(Source, "load", lambda *args: pytest.fail("loaded"))
+    (tmp_path / "file").touch()
+    assert main(["probe", str(place / "source"), *SMALL, "--workspace", str(tmp_path / "file" / "runs")]) == 1
+    assert "choose another --workspace" in capfd.readouterr().err
 
 
 def test_prime_takes_the_selection(probe, command, place, tmp_path):
@@ -218,6 +256,20 @@ def test_dry_run_says_what_it_takes_and_writes_nothing(command, place, tmp_path)
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_dry_run_counts_the_blocks_of_the_hankel_rank():
+    qwen = Qwen3Config(
+        hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=99
+    )
+    needs = {}
+    for methods in (["swa"], ["swa", "hankel"]):
+        for context in (16_384, 32_768):
+            options = make_options(qwen, "m", methods=methods, context=context, sequences=4)
+            needs[len(methods), context] = need(qwen, options, 3, torch.float32, torch.device("cpu"))
+    assert needs[1, 32_768].work == pytest.approx(2 * needs[1, 16_384].work, rel=0.01)
+    assert needs[2, 32_768].work > 3 * 4 * 16_384**2  # one head's block, and what is computed from it
+    assert needs[2, 16_384].seconds > needs[1, 16_384].seconds
+
+
 def test_the_default_window_takes_the_bytes_of_a_state():
     """8 D^2 bytes per query head against 4 D per token and key head."""
     smol = LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
@@ -239,14 +291,20 @@ def test_retrieval_items_are_never_too_short_for_a_question():
     ("words", "exit_code", "part"),
     [
         (["--context", "5000"], 2, "more than the 2048 positions"),
-        (["--context", "2048"], 1, "No document is as long as one row of 2048 tokens"),
+        (["--context", "2048"], 1, "one row of 2048 tokens, the longest has "),
         (["--window", "64"], 2, "hides nothing of a context of 64"),
         (["--window", "8,8"], 2, "different sizes"),
         (["--window", "0"], 2, "at least 1 token"),
         (["--window", "8,x"], 2, "no list of numbers"),
         (["--method", "swa,taylor"], 2, "no method 'taylor'"),
         (["--method", ","], 2, "names no method"),
-        (["--ratio", "1.5"], 1, "ratio"),
+        (["--ratio", "1.5"], 2, "--ratio 1.5: the share"),
+        (["--ratio", "nan"], 2, "--ratio nan: the share"),
+        (["--by", ""], 2, "no score ''"),
+        (["--by", "swa."], 2, "no score 'swa.'"),
+        (["--by", "swa+swa"], 2, "names swa twice"),
+        (["--method", "hankel", "--by", "hankel.no_sinks.nuclear.p77"], 2, "no Hankel statistic"),
+        (["--dry-run", "--resume"], 2, "leave one out"),
         (["--layer", "rnn"], 1, "no layer kind 'rnn'"),
         (["--sequences", "0"], 2, "--sequences is 0"),
         (["--data", "nowhere"], 1, "There is no file or folder"),
@@ -255,7 +313,7 @@ def test_retrieval_items_are_never_too_short_for_a_question():
         (["--by", "beauty"], 2, "no score 'beauty'"),
         (["--method", "hankel", "--by", "hankel.all.beauty"], 2, "no Hankel statistic 'all.beauty'"),
         (["--by", "hankel"], 2, "hankel is not measured; add it"),
-        (["--by", "swa@9"], 2, "9 is none of the windows (8)"),
+        (["--by", "swa@9"], 2, "'9' is none of the windows (8)"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -263,7 +321,7 @@ def test_refuses_what_cannot_be(probe, tmp_path, words, exit_code, part):
     code, report, err = probe(*words)
     assert (code, report) == (exit_code, None), err
     assert part in err and "Traceback" not in err
-    assert not list((tmp_path / "runs").glob("*/probe.json"))
+    assert not (tmp_path / "runs").exists()
 
 
 def test_names_the_file_that_is_no_text(probe, tmp_path):

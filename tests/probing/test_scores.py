@@ -42,10 +42,19 @@ def test_a_person_sees_the_table_without_a_model(tmp_path, capfd):
     assert drawing.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_dry_run_of_scores_is_refused(command, tmp_path):
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--dry-run"], "leave --dry-run out"),
+        (["--resume"], "leave --resume out"),
+        (["--by", "swa"], "use tasks, or tasks.NAME"),
+        (["--by", ""], "no score ''"),
+    ],
+)
+def test_what_scores_cannot_do_is_refused(command, tmp_path, words, part):
     (tmp_path / "scores.csv").write_text(GOOD)
-    code, _, err = command("probe", "--scores", tmp_path / "scores.csv", "--dry-run")
-    assert code == 2 and "leave --dry-run out" in err and not (tmp_path / "runs").exists()
+    code, _, err = command("probe", "--scores", tmp_path / "scores.csv", *words)
+    assert code == 2 and part in err and not (tmp_path / "runs").exists()
 
 
 @pytest.fixture
@@ -111,6 +120,7 @@ def test_reads_what_spreadsheets_write(read, content):
         (GOOD + '3,0.5,"0,5"\n', "Row 6 of .* has '0,5' as the score of rag"),
         (GOOD + '3,0.5,"0.5\n', "Row 6 of .* is not CSV"),
         (GOOD + "4,0.5,0.5\n", "no row for layer 3, but one for layer 4"),
+        (GOOD + "99999999999,0.5,0.5\n", "no row for layer 3, but one for layer 99999999999"),
     ],
 )
 def test_names_the_row_that_is_wrong(read, content, part):

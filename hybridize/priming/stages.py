@@ -1,0 +1,125 @@
+"""The stages after align: distill (the hybrid learns the source's outputs, end to end) and adapt (it learns text)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridize.priming.align import DivergedError
+from hybridize.priming.batches import Batch, Stream
+from hybridize.priming.checkpoints import read_checkpoint, write_checkpoint
+from hybridize.priming.objective import LossWeights, Objective
+from hybridize.priming.roles import by_role, own_copies
+from hybridize.priming.trainer import Trainer, TrainOptions
+
+BEST = "best.pt"
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """What an end-to-end stage minimises, and how."""
+
+    loss: LossWeights = field(default_factory=lambda: LossWeights(kl=1.0))
+    train: TrainOptions = field(default_factory=TrainOptions)
+
+    @staticmethod
+    def read(raw: dict[str, Any]) -> StageOptions:
+        """From what asdict made of it."""
+        return StageOptions(LossWeights(**raw["loss"]), TrainOptions(**raw["train"]))
+
+
+DISTILL = StageOptions()
+ADAPT = StageOptions(LossWeights(cross_entropy=1.0), TrainOptions(role="all", lr=3e-4))
+
+
+class RowStream:
+    """Rows of token ids [N, T] of one document each, some at a time, from row `begin` on and over again."""
+
+    def __init__(self, rows: Tensor, batch_size: int, begin: int = 0):
+        self.rows, self.batch_size, self.at = rows, batch_size, begin
+
+    def batch(self) -> Batch:
+        ids = self.rows[torch.arange(self.at, self.at + self.batch_size) % len(self.rows)]
+        self.at += self.batch_size
+        positions = torch.arange(ids.shape[1]).expand(ids.shape)
+        return Batch(ids, positions, positions > 0)
+
+    def state(self) -> dict[str, Any]:
+        return {"row": self.at}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.at = state["row"]
+
+
+class Stage:
+    """One end-to-end stage on a model: its trainer, and the best weights so far where it is evaluated on the way.
+
+    The teacher is only needed where the loss asks for it. Without one, the model may move tensors that it shares with
+    its source; with one, it gets its own copies of what trains.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        teacher: Any,
+        converted: Iterable[int],
+        options: StageOptions,
+        stream: Stream,
+        steps: int,
+        dtype: torch.dtype,
+        folder: Path,
+        evaluate: Callable[[Any], float],
+        evaluate_steps: int,
+    ):
+        teacher = teacher if options.loss.needs_teacher else None
+        trained = by_role(model, options.train.role, converted)
+        if teacher is not None and options.train.role != "mixers":
+            trained = own_copies(model, trained)
+        model.requires_grad_(False)
+        for p in trained.values():
+            p.requires_grad_(True)
+        objective = Objective(model, options.loss, teacher)
+        self.trainer = Trainer(objective, trained, stream, options.train, steps, dtype, teacher)
+        self.model, self.evaluate, self.evaluate_steps = model, evaluate, evaluate_steps
+        self.best_file = folder / BEST
+        self.best: dict[str, float] = {}
+
+    def step(self) -> dict[str, Any]:
+        """One update, and where one is due an evaluation; returns the line for the loss curve."""
+        trainer = self.trainer
+        line: dict[str, Any] = trainer.step()
+        done = trainer.steps_done
+        if self.evaluate_steps and (done % self.evaluate_steps == 0 or done == trainer.total_steps):
+            line["held_out"] = loss = self.evaluate(self.model)
+            if not math.isfinite(loss):
+                raise DivergedError(f"The held-out loss became {loss} after step {done - 1}.")
+            if loss < self.best.get("held_out", math.inf):
+                self.best = {"held_out": loss, "step": done}
+                write_checkpoint(self.best_file, {"weights": trainer.state()["weights"], **self.best})
+        return line
+
+    def state(self) -> dict[str, Any]:
+        """What `load_state` goes on from."""
+        return {**self.trainer.state(), "best": self.best}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.trainer.load_state(state)
+        self.best = state["best"]
+
+    def finish(self) -> int:
+        """Leave the model in fp32 with the best evaluated weights, or else the last; returns the step they are of."""
+        step = self.trainer.steps_done
+        if self.best and self.best["step"] != step:
+            best = read_checkpoint(self.best_file, self.trainer.device)
+            if best is not None and best["step"] == self.best["step"]:
+                self.trainer.masters.load(best["weights"])
+                step = int(best["step"])
+        self.trainer.masters.restore()
+        self.trainer.objective.student.requires_grad_(False)
+        return step

@@ -86,7 +86,8 @@ def test_a_stream_of_conversations_predicts_answers(tmp_path) -> None:
         said = [part + "<|im_end|>" for part in text.split("<|im_end|>")[:-1]]
         assert len(said) > (1 if batch is held else 4) and set(said) <= answers and text.endswith("<|im_end|>")
         assert not batch.targets[batch.positions == 0].any()
-        assert all(ids[0] == 256 for ids in documents(batch)), "conversations are whole, and followed by padding"
+        begins = [ids[0] == 256 or set(ids) == {257} for ids in documents(batch)]
+        assert all(begins), "conversations are whole, and followed by padding"
 
 
 def test_what_is_not_stable_is_skipped_and_counted_and_refused_when_nothing_else_is_there(tmp_path) -> None:
@@ -104,7 +105,8 @@ def test_what_is_not_stable_is_skipped_and_counted_and_refused_when_nothing_else
     while not told:
         one.batch()
     skipped, documents_read = one.counts["skipped_conversations"], one.counts["documents"]
-    assert skipped >= 1 and 30 * skipped <= documents_read <= 30 * (skipped + 1)
+    # Each epoch has 30 of one kind and one of the other; the last is read in part.
+    assert skipped >= 1 and 30 * (skipped - 1) <= documents_read <= 30 * (skipped + 1)
 
 
 def test_a_model_without_a_template(tmp_path) -> None:

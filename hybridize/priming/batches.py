@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -20,6 +21,25 @@ class Batch:
     ids: Tensor
     positions: Tensor
     targets: Tensor
+
+    @staticmethod
+    def of(rows: Tensor | Batch) -> Batch:
+        """Rows of token ids [B, T] as a batch, each of one document; a batch as it is."""
+        if isinstance(rows, Batch):
+            return rows
+        positions = torch.arange(rows.shape[1], device=rows.device).expand(rows.shape)
+        return Batch(rows, positions, positions > 0)
+
+    @property
+    def real(self) -> Tensor:
+        """bool [B, T]: false in documents of which nothing is to be predicted, as padding is one."""
+        document = (self.positions == 0).cumsum(1) - 1
+        counts = torch.zeros_like(self.positions).scatter_add(1, document, self.targets.long())
+        return counts.gather(1, document) > 0
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on a device."""
+        return Batch(self.ids.to(device), self.positions.to(device), self.targets.to(device))
 
 
 class Stream(Protocol):

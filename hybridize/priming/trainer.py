@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -131,13 +131,7 @@ class Trainer:
     # -- the parts of a step -------------------------------------------------------------------------------------------
 
     def _next(self) -> Batch:
-        batch = self.stream.batch()
-        return replace(
-            batch,
-            ids=batch.ids.to(self.device),
-            positions=batch.positions.to(self.device),
-            targets=batch.targets.to(self.device),
-        )
+        return self.stream.batch().to(self.device)
 
     def _count(self, batches: list[Batch]) -> int:
         """Predicted tokens of a step, at least 1 to divide by."""

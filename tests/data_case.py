@@ -101,10 +101,11 @@ def make(kind: str, folder: Path, count: int = 40) -> str:
 KINDS = ["folder", "jsonl", "chat", "parquet", "npy", "u16", "u32"]
 
 
-def stream(spec: str, template: str | None = SMOLLM2, **options):
+def stream(*data: str, template: str | None = SMOLLM2, special: bool = True, **options):
     """Stream and held-out rows, with small rows unless told otherwise."""
-    settings = {"context": 64, "batch_rows": 2, "seed": 0, "held_out_tokens": 256, **options}
-    return open_stream(spec, tokenizer(template), **settings)
+    fast = tokenizer(template, special)
+    settings = {"vocabulary": len(fast), "context": 64, "batch_rows": 2, "seed": 0, "held_out_tokens": 256, **options}
+    return open_stream(data, fast, **settings)
 
 
 def equal(one, other) -> bool:

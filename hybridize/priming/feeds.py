@@ -11,7 +11,6 @@ import numpy as np
 from hybridize.errors import DataError
 from hybridize.priming.corpus import Corpus, Document, section
 from hybridize.priming.hub import HubDataset
-from hybridize.tasks.text import is_held_out
 
 SECTION_ROWS = 4  # a longer document is read in sections of about so many rows, so that it does not fill a whole batch
 _SHARE = 20  # one document in so many is held out
@@ -62,10 +61,10 @@ class LocalFeed:
         """The table without and with the held-out documents.
 
         Where no name, or every name, says so: those whose names have the least hashes; of few documents, the end of the
-        longest, as hold_out has it.
+        longest.
         """
         titles = [[corpus.title(index) for index in range(len(corpus.lengths))] for corpus in self.corpora]
-        held = np.array([is_held_out(titles[row[0]][row[1]], _SHARE) for row in self.table], dtype=bool)
+        held = np.array([is_held_out(titles[row[0]][row[1]]) for row in self.table], dtype=bool)
         if held.any() and not held.all():
             return self.table[~held], self.table[held]
         hashes = {hashlib.sha256(title.encode()).digest() for mine in titles for title in mine}
@@ -140,7 +139,7 @@ class HubFeed:
         names = []
         for number, _ in zip(range(20 * _SHARE), self.dataset.documents(), strict=False):
             names.append(self._name(number))
-            if is_held_out(names[-1], _SHARE) and number:
+            if is_held_out(names[-1]) and number:
                 return None
         if len(names) < 2:
             raise DataError(
@@ -154,7 +153,7 @@ class HubFeed:
     def _is_held(self, number: int) -> bool:
         if not self._split:
             return False
-        return number == self._held if self._held is not None else is_held_out(self._name(number), _SHARE)
+        return number == self._held if self._held is not None else is_held_out(self._name(number))
 
     def held_out(self) -> Iterator[Document]:
         for number, content in enumerate(self.dataset.documents()):
@@ -216,6 +215,11 @@ class HubFeed:
         self.reading = self.dataset.read(state["dataset"])
         self._read_block()
         self.position = state["position"]
+
+
+def is_held_out(name: str) -> bool:
+    """Whether the document of that name is one of those that are held out."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % _SHARE == 0
 
 
 def _sections(number: int, corpus: Corpus, context: int) -> np.ndarray:

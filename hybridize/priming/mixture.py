@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,28 +25,27 @@ class Part:
     weight: float
 
 
-def parse_mixture(spec: str) -> list[Part]:
-    """Parts of `A=2,B,C=0.5`; a weight is 1 unless given. UsageError where the text is no such list.
+def parse_mixture(specs: Sequence[str]) -> list[Part]:
+    """Parts of NAME or NAME=WEIGHT texts; a weight is 1 unless given. UsageError where one is not of that form.
 
-    What exists as a file or folder under the whole text is one part.
+    What exists as a file or folder under the whole text is a name.
     """
-    if Path(spec).expanduser().exists():
-        return [Part(spec, 1.0)]
     parts = []
-    for text in spec.split(","):
-        name, mark, number = text.strip().rpartition("=")
-        if not mark:
-            name, number = text.strip(), "1"
+    for spec in specs:
+        name, mark, number = spec.rpartition("=")
+        if not mark or Path(spec).expanduser().exists():
+            name, number = spec, "1"
         try:
             weight = float(number)
         except ValueError:
             weight = math.nan
         if not name or not (0 < weight < math.inf):
             raise UsageError(
-                f"--data {spec!r} has {text.strip()!r}, which is not NAME or NAME=WEIGHT with a weight above 0; give "
-                "for instance texts/=2,owner/name=1."
+                f"--data {spec!r} is not NAME or NAME=WEIGHT with a weight above 0; give for instance --data texts/=2."
             )
         parts.append(Part(name, weight))
+    if not parts:
+        raise UsageError("There is no --data; give something to read.")
     names = [part.name for part in parts]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"--data names {twice} twice; give it once, with a weight.")
@@ -76,10 +76,11 @@ def open_source_of_text(
     )
 
 
-def absolute(spec: str) -> str:
+def absolute(specs: Sequence[str]) -> tuple[str, ...]:
     """The mixture with local paths as a run keeps them: it may be resumed from another folder."""
-    parts = parse_mixture(spec)
-    names = [str(Path(p.name).expanduser().absolute()) if Path(p.name).expanduser().exists() else p.name for p in parts]
-    if len(parts) == 1 and parts[0].weight == 1:
-        return names[0]
-    return ",".join(f"{name}={part.weight:g}" for name, part in zip(names, parts, strict=True))
+    kept = []
+    for part in parse_mixture(specs):
+        path = Path(part.name).expanduser()
+        name = str(path.absolute()) if path.exists() and part.name != BUILTIN else part.name
+        kept.append(name if part.weight == 1 else f"{name}={part.weight!r}")
+    return tuple(kept)

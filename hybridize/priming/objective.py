@@ -128,5 +128,3 @@ def _shared_layers(student: Any, teacher: Any) -> int:
 def _same(ours: Any, theirs: Any) -> bool:
     mine, other = dict(ours.named_parameters()), dict(theirs.named_parameters())
     return mine.keys() == other.keys() and all(p is other[name] and not p.requires_grad for name, p in mine.items())
-
-

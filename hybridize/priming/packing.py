@@ -31,12 +31,11 @@ class Packer:
     """Pieces of documents, from which rows of `context` tokens are made.
 
     A row begins with a piece drawn at random and goes on with the longest piece that fits; where none does, the
-    shortest longer one is cut. So no token is dropped, and there is padding only behind conversations. With
-    packed=False a row is of one document, and what is left of a text after its last whole row is dropped.
+    shortest longer one is cut. So no token is dropped, and there is padding only behind conversations.
     """
 
-    def __init__(self, context: int, pad: int, packed: bool, seed: int):
-        self.context, self.pad, self.packed, self.seed = context, pad, packed, seed
+    def __init__(self, context: int, pad: int, seed: int):
+        self.context, self.pad, self.seed = context, pad, seed
         self.pieces: list[Piece] = []  # by length
         self.tokens = 0
         self.rows = 0
@@ -44,21 +43,21 @@ class Packer:
     def add(self, ids: np.ndarray, targets: np.ndarray, whole: bool) -> tuple[int, int]:
         """Take a document, cut to pieces of at most a row; how many tokens were kept, and how many dropped.
 
-        Dropped are pieces of a conversation in which nothing is to be predicted and, unless packed, a text's tail.
+        Dropped are pieces of a conversation in which nothing is to be predicted.
         """
         kept = 0
         for start in range(0, len(ids), self.context):
             part = slice(start, start + self.context)
             mine = targets[part].copy()
             mine[0] = False  # nothing in its document is before it
-            if mine.any() if whole else self.packed or len(mine) == self.context:
+            if mine.any() or not whole:
                 self._put(Piece(ids[part].astype(np.int32), mine, whole))
                 kept += len(mine)
         return kept, len(ids) - kept
 
     def ready(self) -> bool:
-        """Whether there is a row without padding, or of a single conversation."""
-        return self.tokens >= self.context if self.packed else bool(self.pieces)
+        """Whether there is enough for a row without padding."""
+        return self.tokens >= self.context
 
     def row(self) -> Row:
         """The next row, which depends on what was added and on how many rows there were."""
@@ -66,7 +65,7 @@ class Packer:
         self.rows += 1
         parts = [self._take(int(random.integers(len(self.pieces))))]
         room = self.context - len(parts[0])
-        while room and self.packed:
+        while room:
             at = bisect_right(self.pieces, room, key=len)
             if at:
                 parts.append(self._take(at - 1))

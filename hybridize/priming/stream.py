@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hybridize.builtin import BUILTIN
-from hybridize.errors import CheckpointError, DataError, UsageError
+from hybridize.errors import CheckpointError, DataError
 from hybridize.priming.batches import Batch
 from hybridize.priming.corpus import Document
 from hybridize.priming.encoding import Encoder
@@ -22,15 +22,18 @@ from hybridize.priming.packing import Packer, Row
 from hybridize.priming.reader import Reader
 
 _POOL_ROWS = 32  # rows' worth of pieces that wait to be drawn, so that a long document's are not in succession
+_NOT_LEARNT = (
+    "In no conversation of {name} can the assistant's tokens be told from the rest: it says nothing, or the chat "
+    "template renders what was said before otherwise once more is said; give other conversations, or a template with "
+    "{{% generation %}}."
+)
 _FRUITLESS = 10_000  # documents in succession that give nothing before a source is called unusable
 
 
 class TokenStream:
     """Batches of a mixture: documents are read from the source that is furthest behind its share of the tokens.
 
-    Every rank of `world` makes all rows and keeps every world-th batch, so that together they read what one process
-    would, in its order; a state is of all ranks alike, and may be loaded with another `world`. `counts` says how many
-    documents and tokens were read, left out or dropped.
+    `counts` says how many documents and tokens were read, left out or dropped.
     """
 
     def __init__(
@@ -41,16 +44,13 @@ class TokenStream:
         packer: Packer,
         *,
         batch_rows: int,
-        rank: int,
-        world: int,
         excluded: set[bytes],
         fingerprint: str,
         warn: Callable[[str], None],
     ):
         self.readers, self.names, self.shares = readers, names, shares
         self.packer, self.batch_rows = packer, batch_rows
-        self.rank, self.world, self.excluded, self.warn = rank, world, excluded, warn
-        self.fingerprint = fingerprint
+        self.excluded, self.fingerprint, self.warn = excluded, fingerprint, warn
         self.given = [0] * len(readers)  # tokens
         self.counts = {"documents": 0, "tokens": 0, "dropped_tokens": 0, "skipped_conversations": 0, "also_held_out": 0}
         self._warned = [False] * len(readers)
@@ -59,13 +59,8 @@ class TokenStream:
         self._fill()
 
     def batch(self) -> Batch:
-        """This rank's next batch."""
-        mine: list[Row] = []
-        for number in range(self.world):
-            rows = [self._row() for _ in range(self.batch_rows)]
-            if number == self.rank:
-                mine = rows
-        return stack(mine)
+        """The next batch."""
+        return stack([self._row() for _ in range(self.batch_rows)])
 
     def state(self) -> dict[str, Any]:
         """The exact position: JSON values and tensors, at most about _POOL_ROWS rows of them."""
@@ -130,18 +125,9 @@ class TokenStream:
 
     def _why_nothing(self, name: str) -> str:
         if self.counts["skipped_conversations"]:
-            return (
-                f"In no conversation of {name} can the assistant's tokens be told from the rest: it says nothing, or "
-                "the chat template renders what was said before otherwise once more is said; give other conversations, "
-                "or a template with {% generation %}."
-            )
+            return _NOT_LEARNT.format(name=name)
         if self.counts["also_held_out"]:
             return f"Every document of {name} is also held out; give other text with --held-out."
-        if not self.packer.packed:
-            return (
-                f"No document is as long as one row of {self.packer.context} tokens in {name}; give longer text or a "
-                "smaller --context."
-            )
         return f"There is no text in {name}; give --data something to read."
 
 
@@ -152,132 +138,105 @@ def stack(rows: Sequence[Row]) -> Batch:
 
 
 def open_stream(
-    spec: str,
+    data: Sequence[str],
     tokenizer: Any,
     *,
+    vocabulary: int,
     context: int,
     batch_rows: int,
     seed: int,
-    rank: int = 0,
-    world: int = 1,
     held_out: str | None = None,
     held_out_tokens: int = 32_768,
-    tokens: int | None = None,
-    vocabulary: int | None = None,
     text_field: str | None = None,
-    boundary: int | Literal["eos"] | None = "eos",
-    packed: bool = True,
     buffer: int = 1000,
     warn: Callable[[str], None] = lambda text: None,
 ) -> tuple[TokenStream, Batch]:
-    """The training stream of `spec`, and held-out rows that share no document with it.
+    """The training stream of `data`, and held-out rows that share no document with it.
 
-    spec: a text, JSONL, Parquet or pre-tokenised file, a folder of them, a dataset `owner/name[:config[:split]]` of the
-    Hub, "builtin", or several with weights by tokens: `texts/=2,owner/name=1,chat.jsonl=0.5`. Conversations are
-    rendered with the tokenizer's chat template, and only what the assistant says is a target.
-    context: tokens a row; batch_rows: rows of one rank's batch; tokens: the run's budget, if it is to be checked.
-    held_out: another spec to measure on; without it one document in 20 is held out, by its name. held_out_tokens: the
-    size of the held-out rows, int64 [N, context] in a Batch, at most; they are the same for every seed.
-    vocabulary: the number of ids that the model knows, if not the tokenizer's length. boundary: the id that ends a
-    document in pre-tokenised files, "eos" for the tokenizer's, None where the whole file is one.
-    packed: several documents a row; otherwise a row is of one document, and a text's last partial row is dropped.
+    data: names, each with a weight by tokens behind `=` unless that is 1: text, JSONL, Parquet or pre-tokenised files,
+    folders of them, datasets `owner/name[:config[:split]]` of the Hub, "builtin". Conversations are rendered with the
+    tokenizer's chat template, and only what the assistant says is a target.
+    vocabulary: the number of ids that the model knows; context: tokens a row; batch_rows: rows a batch.
+    held_out: what to measure on; without it one document in 20 is held out, by its name. held_out_tokens: the size of
+    the held-out rows, int64 [N, context] in a Batch, at most; they are the same for every seed.
     buffer: documents of a streamed dataset that are shuffled together. warn: told once per source that is read again.
 
     Raises UsageError and DataError before anything is trained: data that are missing, empty, not UTF-8 or out of the
-    vocabulary, a missing library, conversations without a template, a budget below one batch.
+    vocabulary, a missing library, conversations without a template.
     """
-    for name, value in (("context", context), ("batch-size", batch_rows), ("held-out-tokens", held_out_tokens)):
-        if value < 1:
-            raise UsageError(f"--{name} is {value}; it must be at least 1.")
-    if context < 2:
-        raise UsageError("--context is 1; a row needs at least 2 tokens, of which the second is predicted.")
-    if not 0 <= rank < world:
-        raise ValueError(f"rank is {rank} of {world}")
-    if tokens is not None and tokens < batch_rows * context * world:
-        raise UsageError(
-            f"--tokens {tokens} is less than one step of {batch_rows * world} rows of {context} tokens; give more "
-            "tokens, or smaller steps."
-        )
-    size = vocabulary or len(tokenizer)
-    end = tokenizer.eos_token_id if boundary == "eos" else boundary
-    pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None and i < size), 0)
-    encoder = Encoder(tokenizer, size)
+    ends = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    pad = next((number for number in ends if number is not None and number < vocabulary), 0)
+    encoder = Encoder(tokenizer, vocabulary)
 
-    def feeds(spec: str, split: bool, side: Literal["train", "held-out"]) -> tuple[list[Feed], list[str], list[float]]:
-        parts = parse_mixture(spec)
-        made: list[Feed] = []
-        for number, part in enumerate(parts):
-            opened = open_source_of_text(part.name, size, end, text_field, side)
-            numbers = [seed, number]
-            mine = split and part.name != BUILTIN
-            if isinstance(opened, HubDataset):
-                if opened.chat:
-                    encoder.check_chat(part.name)
-                made.append(HubFeed(opened, context, numbers, mine, buffer))
-            else:
-                if any((corpus.lengths == 0).any() for corpus in opened):
-                    encoder.check_chat(part.name)
-                made.append(LocalFeed(opened, part.name, context, numbers, mine))
-        total = sum(part.weight for part in parts)
-        return made, [part.name for part in parts], [part.weight / total for part in parts]
+    def feed(name: str, number: int, split: bool, side: Literal["train", "held-out"]) -> Feed:
+        opened = open_source_of_text(name, vocabulary, tokenizer.eos_token_id, text_field, side)
+        if isinstance(opened, HubDataset):
+            if opened.chat:
+                encoder.check_chat(name)
+            return HubFeed(opened, context, [seed, number], split, buffer)
+        if any((corpus.lengths == 0).any() for corpus in opened):
+            encoder.check_chat(name)
+        return LocalFeed(opened, name, context, [seed, number], split)
 
-    train, names, shares = feeds(spec, held_out is None, "train")
+    parts = parse_mixture(data)
+    names = [part.name for part in parts]
+    shares = [part.weight / sum(part.weight for part in parts) for part in parts]
+    # The built-in text has a held-out part of its own.
+    split = [held_out is None and name != BUILTIN for name in names]
+    train = [feed(name, number, split[number], "train") for number, name in enumerate(names)]
     if held_out is None:
-        # The built-in text has a held-out part of its own.
-        beside = [
-            feeds(BUILTIN, False, "held-out")[0][0].everything() if n == BUILTIN else f.held_out()
-            for f, n in zip(train, names, strict=True)
+        sources = [
+            mine.held_out() if split[number] else feed(BUILTIN, number, False, "held-out").everything()
+            for number, mine in enumerate(train)
         ]
-        weights = shares
+        measured = [
+            held_out_rows(source, name, encoder, context, pad, held_out_tokens * share)
+            for source, name, share in zip(sources, names, shares, strict=True)
+        ]
     else:
-        others, _, weights = feeds(held_out, False, "held-out")
-        beside = [feed.everything() for feed in others]
-    rows, excluded = held_out_rows(beside, weights, encoder, context, pad, packed, held_out_tokens)
-    options = {"context": context, "batch": batch_rows, "packed": packed, "seed": seed, "shares": shares, "size": size}
+        other = feed(held_out, 0, False, "held-out")
+        measured = [held_out_rows(other.everything(), held_out, encoder, context, pad, held_out_tokens)]
+    excluded = {digest for _, digests in measured for digest in digests}
+    options = {"context": context, "batch": batch_rows, "seed": seed, "shares": shares, "size": vocabulary}
     prints = [*(feed.fingerprint for feed in train), *(digest.hex() for digest in sorted(excluded))]
     stream = TokenStream(
         [Reader(feed, encoder, context) for feed in train],
         names,
         shares,
-        Packer(context, pad, packed, seed),
+        Packer(context, pad, seed),
         batch_rows=batch_rows,
-        rank=rank,
-        world=world,
         excluded=excluded,
         fingerprint=hashlib.sha256(json.dumps([options, buffer, prints]).encode()).hexdigest()[:16],
         warn=warn,
     )
-    return stream, rows
+    return stream, stack([row for rows, _ in measured for row in rows])
 
 
 def held_out_rows(
-    sources: Sequence[Iterator[Document]],
-    shares: Sequence[float],
-    encoder: Encoder,
-    context: int,
-    pad: int,
-    packed: bool,
-    tokens: int,
-) -> tuple[Batch, set[bytes]]:
-    """At most `tokens` tokens in rows, of each source its share and at least one row, and the documents' digests."""
-    rows: list[Row] = []
+    documents: Iterator[Document], name: str, encoder: Encoder, context: int, pad: int, tokens: float
+) -> tuple[list[Row], set[bytes]]:
+    """At most `tokens` tokens of a source in rows, yet at least one row, and the digests of their documents."""
+    packer = Packer(context, pad, seed=0)
     digests: set[bytes] = set()
-    for documents, share in zip(sources, shares, strict=True):
-        packer = Packer(context, pad, packed, seed=0)
-        count = max(1, int(tokens / context * share))
-        for document in documents:
-            digests.add(document.digest())
-            if encoded := encoder.encode([document])[0]:
-                packer.add(*encoded)
-            if packer.tokens >= count * context:
-                break
-        mine = [packer.row() for _ in range(count) if packer.ready()]
-        if not mine and packer.pieces:
-            mine = [packer.row()]  # too little for a whole row: the rest is padding
-        rows += mine
-        if not mine:
-            raise DataError(
-                f"No held-out document gives one row of {context} tokens; give longer text, a smaller --context, or "
-                "other text with --held-out."
-            )
-    return stack(rows), digests
+    skipped = 0
+    count = max(1, int(tokens / context))
+    for document in documents:
+        digests.add(document.digest())
+        encoded = encoder.encode([document])[0]
+        if encoded is None:
+            skipped += 1
+        else:
+            packer.add(*encoded)
+        if packer.tokens >= count * context:
+            break
+    rows = [packer.row() for _ in range(count) if packer.ready()]
+    if not rows and packer.pieces:
+        rows = [packer.row()]  # too little for a whole row: the rest is padding
+    if not any(targets.any() for _, _, targets in rows):
+        if skipped:
+            raise DataError(_NOT_LEARNT.format(name=name))
+        raise DataError(
+            f"What is held out of {name} has no token to predict in rows of {context} tokens; give more text, or other "
+            "text with --held-out."
+        )
+    return rows, digests

@@ -93,11 +93,11 @@ def test_a_stream_of_conversations_predicts_answers(tmp_path) -> None:
 def test_what_is_not_stable_is_skipped_and_counted_and_refused_when_nothing_else_is_there(tmp_path) -> None:
     path = tmp_path / "chat.jsonl"
     path.write_text("".join(json.dumps({"messages": chat(i, 2)}) + "\n" for i in range(30)))
-    with pytest.raises(DataError, match="No held-out document"):
-        stream(str(path), UNSTABLE)
+    with pytest.raises(DataError, match=r"In no conversation of .*chat.jsonl"):
+        stream(str(path), template=UNSTABLE)
     (tmp_path / "held.txt").write_text("Something to measure on. " * 9)
     with pytest.raises(DataError, match=r"In no conversation of .*chat.jsonl"):
-        stream(str(path), UNSTABLE, held_out=str(tmp_path / "held.txt"))
+        stream(str(path), template=UNSTABLE, held_out=str(tmp_path / "held.txt"))
     with path.open("a") as file:
         file.write(json.dumps({"messages": [{"role": "user", "content": "Hm."}]}) + "\n")
     told: list[str] = []
@@ -111,4 +111,4 @@ def test_what_is_not_stable_is_skipped_and_counted_and_refused_when_nothing_else
 
 def test_a_model_without_a_template(tmp_path) -> None:
     with pytest.raises(DataError, match=r"chat.jsonl holds conversations.*no chat template"):
-        stream(make("chat", tmp_path), None)
+        stream(make("chat", tmp_path), template=None)

@@ -112,7 +112,7 @@ def test_arrays_of_another_kind(tmp_path, array, message) -> None:
 
 def test_tokens_without_a_boundary_are_one_document(tmp_path) -> None:
     np.arange(200).astype("<u2").tofile(tmp_path / "a.u16")
-    one, held = stream(str(tmp_path / "a.u16"), boundary=None, held_out_tokens=64)
+    one, held = stream(str(tmp_path / "a.u16"), special=False, held_out_tokens=64)
     assert documents(held)[0] == list(range(190, 200)), "the end is held out"
     assert {token for _ in range(9) for ids in documents(one.batch()) for token in ids} == set(range(190))
 

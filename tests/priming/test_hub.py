@@ -115,7 +115,7 @@ def test_conversations_configurations_and_splits(hub) -> None:
     assert "Answer" in tokenizer().decode(held.ids[held.targets])
     assert set(hub.asked) == {("owner/name", "talk", "sft")}
     with pytest.raises(DataError, match=r"owner/name:talk:sft holds conversations.*no chat template"):
-        stream("owner/name:talk:sft", None)
+        stream("owner/name:talk:sft", template=None)
     with pytest.raises(DataError, match=r"owner/name::test cannot be read \(Bad split: test\. Available"):
         stream("owner/name::test")
 
@@ -133,11 +133,11 @@ def test_other_fields_and_an_empty_dataset(hub) -> None:
 def test_a_mixture_with_local_data_resumes(hub, tmp_path) -> None:
     hub(some())
     (tmp_path / "mine.txt").write_text(" ".join(map(str, range(2000))))
-    spec = f"owner/name=2,{tmp_path}/mine.txt=1"
-    one, _ = stream(spec)
+    data = ["owner/name=2", f"{tmp_path}/mine.txt"]
+    one, _ = stream(*data)
     for _ in range(13):
         one.batch()
-    again, _ = stream(spec)
+    again, _ = stream(*data)
     again.load_state(one.state())
     assert all(equal(again.batch(), one.batch()) for _ in range(40))
     assert one.given[0] / sum(one.given) == pytest.approx(2 / 3, abs=0.05)

@@ -3,17 +3,17 @@
 import numpy as np
 import pytest
 import torch
-from data_case import documents, equal, make, stream, tokenizer
+from data_case import documents, equal, stream, tokenizer
 from hybrid_cases import check_equal, hybrid, run, source
 
-from hybridize.errors import DataError
+from hybridize.priming.batches import Batch
 from hybridize.priming.packing import Packer
 from hybridize.priming.stream import stack
 
 
-def packed(lengths, context=64, whole=False, packing=True, seed=0):
+def packed(lengths, context=64, whole=False, seed=0):
     """Rows of documents of those lengths until no full one is left, and the packer."""
-    packer = Packer(context, 0, packing, seed)
+    packer = Packer(context, 0, seed)
     generator = np.random.default_rng(0)
     given = []
     for length in lengths:
@@ -47,15 +47,12 @@ def test_conversations_are_padded_rather_than_cut() -> None:
     assert not batch.targets[batch.ids == 0].any()
 
 
-def test_unpacked_rows_are_of_one_document_and_tails_are_dropped(tmp_path) -> None:
-    batch, packer, given = packed([64, 130, 10, 63, 300], packing=False)
-    assert torch.equal(batch.positions, torch.arange(64).expand_as(batch.ids)) and len(batch.ids) == 1 + 2 + 4
-    whole = {tuple(ids[at : at + 64]) for ids in given for at in range(0, len(ids) - 63, 64)}
-    assert {tuple(row) for row in batch.ids.tolist()} == whole
-    assert packer.add(np.ones(70, int), np.ones(70, bool), False) == (64, 6)
-    with pytest.raises(DataError, match="as long as one row of 4096 tokens"):
-        (tmp_path / "held.txt").write_text("long enough " * 2000)
-        stream(make("folder", tmp_path), held_out=str(tmp_path / "held.txt"), packed=False, context=4096)
+def test_padding_is_not_real() -> None:
+    batch, _, _ = packed([40] * 5, whole=True)
+    assert torch.equal(batch.real, batch.ids > 0)
+    alone = Batch.of(batch.ids)
+    assert alone.real.all() and torch.equal(alone.positions, torch.arange(64).expand_as(alone.ids))
+    assert Batch.of(batch) is batch
 
 
 def test_a_document_longer_than_the_row_is_cut(tmp_path) -> None:
@@ -68,7 +65,7 @@ def test_a_document_longer_than_the_row_is_cut(tmp_path) -> None:
 
 
 def test_a_conversation_longer_than_the_row_gives_the_parts_that_have_answers() -> None:
-    packer = Packer(64, 0, True, 0)
+    packer = Packer(64, 0, 0)
     said = np.zeros(150, bool)
     said[140:] = True
     assert packer.add(np.ones(150, int), said, True) == (22, 128)

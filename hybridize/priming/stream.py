@@ -229,9 +229,9 @@ def held_out_rows(
             packer.add(*encoded)
         if packer.tokens >= count * context:
             break
-    rows = [packer.row() for _ in range(count) if packer.ready()]
-    if not rows and packer.pieces:
-        rows = [packer.row()]  # too little for a whole row: the rest is padding
+    rows: list[Row] = []
+    while packer.pieces and len(rows) < count:
+        rows.append(packer.row())  # with padding, where it is the last of little text
     if not any(targets.any() for _, _, targets in rows):
         if skipped:
             raise DataError(_NOT_LEARNT.format(name=name))

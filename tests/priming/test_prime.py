@@ -16,7 +16,7 @@ from hybridize.cli import main
 from hybridize.hybrid.model import mixers
 from hybridize.priming.align import Aligner
 from hybridize.priming.transfer import LeastSquares, StartOptions, fit_start
-from hybridize.tasks.perplexity import mean_loss
+from hybridize.tasks.perplexity import mean_loss, token_losses
 from hybridize.tasks.text import first_rows, read_documents
 
 
@@ -199,6 +199,18 @@ def test_mean_loss_is_the_models_own_loss(place, monkeypatch):
     assert max(seen) <= 10
     with torch.no_grad():
         assert got == pytest.approx(source(batches[0], labels=batches[0]).loss.item(), abs=1e-5)
+
+
+def test_mean_loss_of_packed_rows_counts_the_targets_of_each_document(place):
+    source, batches = sources(place)
+    one, two = batches[0][0, :20], batches[0][1, :12]
+    positions = torch.cat([torch.arange(20), torch.arange(12)])[None]
+    targets = (positions > 0) & (torch.arange(32) != 7)
+    got = mean_loss(source, torch.cat([one, two])[None], 1, None, positions, targets)
+    losses = [token_losses(source, ids[None])[0] for ids in (one, two)]
+    wanted = torch.cat([losses[0][:6], losses[0][7:], losses[1]]).mean().item()
+    assert got == pytest.approx(wanted, abs=1e-5)
+    assert abs(mean_loss(source, torch.cat([one, two])[None], 1) - wanted) > 1e-3
 
 
 def test_a_source_with_biases(prime, place, tmp_path):

@@ -178,12 +178,15 @@ def open_local(path: Path, text_field: str | None, vocabulary: int, boundary: in
             corpora.append(Parquet(file, name, text_field))
         elif file.suffix in ARRAY_SUFFIXES:
             corpora.append(TokenIds(file, name, vocabulary, boundary))
+        elif file.suffix == ".json":
+            raise DataError(f"{file} is JSON, which is read as .jsonl only; write each object of it on a line.")
         else:
             try:
                 texts.append((name, file.read_text(encoding="utf-8-sig")))
             except UnicodeDecodeError as error:
                 raise DataError(
-                    f"{file} is not UTF-8 text (byte {error.start}); convert it, or leave it out."
+                    f"{file} is not UTF-8 text (byte {error.start}); convert it, or leave it out (token ids are read "
+                    f"from {', '.join(sorted(ARRAY_SUFFIXES))} files)."
                 ) from None
     if texts:
         corpora.insert(0, Texts(texts))

@@ -82,6 +82,8 @@ def test_a_long_document_is_shuffled_by_section() -> None:
         ("a.jsonl", b'[{"text": "x"}]', "not an object with a field"),
         ("a.txt", b" \n\n", "There is no text in .*a.txt"),
         ("a.jsonl", b"\n", "There is no text in .*a.jsonl"),
+        ("a.json", b'[{"text": "x"}]', "a.json is JSON, which is read as .jsonl only"),
+        ("tokens.bin", b"\xff\xff", r"tokens.bin is not UTF-8 text \(byte 0\).*\.npy, \.u16, \.u32 files"),
         ("a.u16", b"", "There is no text in .*a.u16"),
         ("a.u16", b"\x01\x00\x02", r"a.u16 has 3 bytes.*2-byte"),
         ("a.u32", b"\x01\x00\x00\x00\x0f\x27\x00\x00", "a.u32 holds the token id 9999 at position 1.*0 to 261"),

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from data_case import KINDS, SMOLLM2, UNSTABLE, make, text, tokenizer
 from priming_case import save_source
 from transformers import AutoModelForCausalLM
@@ -154,6 +155,18 @@ def test_conversations_that_the_template_cannot_give(prime, tmp_path, template, 
     source = without_template(tmp_path / "source", template)
     code, report, err = prime("--data", make("chat", tmp_path), source=source)
     assert (code, report) == (1, None) and said in err and "chat.jsonl" in err
+
+
+def test_killed_before_its_first_checkpoint_a_run_begins_again(prime, tmp_path, monkeypatch) -> None:
+    data = make("chat", tmp_path)
+    assert prime("--data", data, "--tokens", 256, "--output", tmp_path / "one")[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("hybridize.priming.run.fit_start", lambda *arguments: 1 / 0)
+        assert prime("--data", data, "--tokens", 256, "--output", tmp_path / "two")[0] == 1
+    code, _, err = prime("--resume", source=None)
+    assert code == 0, err
+    one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("one", "two"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_two_runs_in_one_folder(prime, tmp_path, monkeypatch) -> None:

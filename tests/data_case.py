@@ -102,10 +102,11 @@ KINDS = ["folder", "jsonl", "chat", "parquet", "npy", "u16", "u32"]
 
 
 def stream(*data: str, template: str | None = SMOLLM2, special: bool = True, **options):
-    """Stream and held-out rows, with small rows unless told otherwise."""
+    """Stream and the rows that results are stated on, with small rows unless told otherwise."""
     fast = tokenizer(template, special)
     settings = {"vocabulary": len(fast), "context": 64, "batch_rows": 2, "seed": 0, "held_out_tokens": 256, **options}
-    return open_stream(data, fast, **settings)
+    opened, held_out = open_stream(data, fast, **settings)
+    return opened, held_out.stated
 
 
 def equal(one, other) -> bool:

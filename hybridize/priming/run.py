@@ -16,13 +16,12 @@ from torch import Tensor
 from hybridize.builtin import BUILTIN, model_name, open_model
 from hybridize.console import Console
 from hybridize.devices import pick_device
-from hybridize.errors import CheckpointError
+from hybridize.errors import CheckpointError, UsageError
 from hybridize.hybrid.families import check_config
 from hybridize.hybrid.model import convert
 from hybridize.hybrid.plan import LayerPlan
 from hybridize.priming.accounting import Accounting, account
 from hybridize.priming.align import Aligner, AlignOptions, DivergedError
-from hybridize.priming.batches import Batch
 from hybridize.priming.checkpoints import explained_write, read_checkpoint, write_checkpoint
 from hybridize.priming.loop import Steps, run_steps
 from hybridize.priming.mixture import absolute
@@ -42,7 +41,7 @@ from hybridize.priming.options import (
 )
 from hybridize.priming.roles import by_role, own_copies
 from hybridize.priming.stages import ADAPT, BEST, DISTILL, Stage, StageOptions
-from hybridize.priming.stream import TokenStream, open_stream
+from hybridize.priming.stream import HeldOut, TokenStream, open_stream
 from hybridize.priming.trainer import Trainer
 from hybridize.priming.transfer import StartOptions, fit_start
 from hybridize.sources import Source
@@ -172,6 +171,8 @@ def prime(
         text_field=options.text_field,
         warn=console.warn,
     )
+    if options.evaluate_every and not measured.choosing:
+        raise UsageError("--evaluate-every needs held-out text of two rows at least; give longer text with --data.")
     if dry_run:
         return {"dry_run": True, **describe(options, source), **accounting.summary(), "output": str(final)}
     # Weights and two moments, twice while a checkpoint is replaced; and where they are kept, the best weights.
@@ -197,11 +198,12 @@ class _Run:
         console: Console,
         workspace: Workspace,
         text: TokenStream,
-        held_out: Batch,
+        held_out: HeldOut,
     ):
         self.options, self.source, self.plan, self.accounting = options, source, plan, accounting
         self.folder, self.device, self.dtype, self.console = folder, device, dtype, console
-        self.workspace, self.text, self.held_out = workspace, text, held_out
+        self.workspace, self.text = workspace, text
+        self.held_out, self.choosing = held_out.stated, held_out.choosing
         self.begin = text.state()  # what init reads, and align after it
         self.adapt_begin: dict[str, Any] | None = None  # and what adapt reads, and baseline after it
 
@@ -293,7 +295,7 @@ class _Run:
             options.steps(name),
             getattr(torch, options.compute),
             self.folder,
-            self._loss,
+            lambda model: self._loss(model, self.choosing),
             max(1, options.evaluate_every // options.step_tokens(name)) if options.evaluate_every else 0,
         )
         if training:
@@ -315,13 +317,12 @@ class _Run:
         earlier = list(_TRAINING[: _TRAINING.index(stage)])
         run_steps(work, self.folder, self.folder / _LOG, earlier, self.console)
 
-    def _loss(self, model: Any, advance: Callable[[int], None] | None = None) -> float:
-        held = self.held_out
-        return mean_loss(model, held.ids, self.options.batch_size, advance, held.positions, held.targets)
+    def _loss(self, model: Any, rows: Any, advance: Callable[[int], None] | None = None) -> float:
+        return mean_loss(model, rows.ids, self.options.batch_size, advance, rows.positions, rows.targets)
 
     def _measure(self, model: Any, title: str) -> float:
         with self.console.progress(title, self.held_out.ids.numel(), "token") as tracker:
-            loss = self._loss(model, tracker.advance)
+            loss = self._loss(model, self.held_out, tracker.advance)
         if not math.isfinite(loss):
             raise DivergedError(f"{title} is {loss}; no hybrid was written.")
         return loss

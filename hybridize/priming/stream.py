@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -131,6 +132,18 @@ class TokenStream:
         return f"There is no text in {name}; give --data something to read."
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """Rows to measure on, which share no document with the training stream.
+
+    stated: what results are stated on; choosing: other rows, on which one of several results may be chosen, or None
+    where there is only one row to hold out.
+    """
+
+    stated: Batch
+    choosing: Batch | None
+
+
 def stack(rows: Sequence[Row]) -> Batch:
     """Rows as a batch."""
     ids, positions, targets = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
@@ -150,15 +163,15 @@ def open_stream(
     text_field: str | None = None,
     buffer: int = 1000,
     warn: Callable[[str], None] = lambda text: None,
-) -> tuple[TokenStream, Batch]:
+) -> tuple[TokenStream, HeldOut]:
     """The training stream of `data`, and held-out rows that share no document with it.
 
     data: names, each with a weight by tokens behind `=` unless that is 1: text, JSONL, Parquet or pre-tokenised files,
     folders of them, datasets `owner/name[:config[:split]]` of the Hub, "builtin". Conversations are rendered with the
     tokenizer's chat template, and only what the assistant says is a target.
     vocabulary: the number of ids that the model knows; context: tokens a row; batch_rows: rows a batch.
-    held_out: what to measure on; without it one document in 20 is held out, by its name. held_out_tokens: the size of
-    the held-out rows, int64 [N, context] in a Batch, at most; they are the same for every seed.
+    held_out: what to measure on; without it one document in 20 is held out, by its name. held_out_tokens: how many
+    results are stated on, at most; a quarter as many to choose on come on top. They are the same for every seed.
     buffer: documents of a streamed dataset that are shuffled together. warn: told once per source that is read again.
 
     Raises UsageError and DataError before anything is trained: data that are missing, empty, not UTF-8 or out of the
@@ -196,7 +209,7 @@ def open_stream(
     else:
         other = feed(held_out, 0, False, "held-out")
         measured = [held_out_rows(other.everything(), held_out, encoder, context, pad, held_out_tokens)]
-    excluded = {digest for _, digests in measured for digest in digests}
+    excluded = {digest for _, _, digests in measured for digest in digests}
     options = {"context": context, "batch": batch_rows, "seed": seed, "shares": shares, "size": vocabulary}
     prints = [*(feed.fingerprint for feed in train), *(digest.hex() for digest in sorted(excluded))]
     stream = TokenStream(
@@ -209,17 +222,20 @@ def open_stream(
         fingerprint=hashlib.sha256(json.dumps([options, buffer, prints]).encode()).hexdigest()[:16],
         warn=warn,
     )
-    return stream, stack([row for rows, _ in measured for row in rows])
+    stated = [row for rows, _, _ in measured for row in rows]
+    choosing = [row for _, rows, _ in measured for row in rows]
+    return stream, HeldOut(stack(stated), stack(choosing) if choosing else None)
 
 
 def held_out_rows(
     documents: Iterator[Document], name: str, encoder: Encoder, context: int, pad: int, tokens: float
-) -> tuple[list[Row], set[bytes]]:
-    """At most `tokens` tokens of a source in rows, yet at least one row, and the digests of their documents."""
+) -> tuple[list[Row], list[Row], set[bytes]]:
+    """Rows of at most `tokens` tokens of a source, yet at least one; a quarter as many more; the documents' digests."""
     packer = Packer(context, pad, seed=0)
     digests: set[bytes] = set()
     skipped = 0
     count = max(1, int(tokens / context))
+    more = max(1, count // 4)
     for document in documents:
         digests.add(document.digest())
         encoded = encoder.encode([document])[0]
@@ -227,10 +243,10 @@ def held_out_rows(
             skipped += 1
         else:
             packer.add(*encoded)
-        if packer.tokens >= count * context:
+        if packer.tokens >= (count + more) * context:
             break
     rows: list[Row] = []
-    while packer.pieces and len(rows) < count:
+    while packer.pieces and len(rows) < count + more:
         rows.append(packer.row())  # with padding, where it is the last of little text
     if not any(targets.any() for _, _, targets in rows):
         if skipped:
@@ -239,4 +255,5 @@ def held_out_rows(
             f"What is held out of {name} has no token to predict in rows of {context} tokens; give more text, or other "
             "text with --held-out."
         )
-    return rows, digests
+    stated = min(count, max(1, len(rows) - max(1, len(rows) // 5)))
+    return rows[:stated], rows[stated:], digests

@@ -72,7 +72,7 @@ def test_a_mixture_by_weight_and_what_is_measured_on(prime, tmp_path) -> None:
     code, report, err = prime(*words, context=160)
     assert code == 0, err
     assert report["data"] == [f"{texts}=3.0", talk] and report["held_out"] == str(tmp_path / "held.txt")
-    assert report["held_out_tokens"] == 9 * 30 - 2, "the first token of each of its two rows is given"
+    assert report["held_out_tokens"] == 159, "one of its two rows is to choose on, and a row's first token is given"
 
 
 def test_only_answers_are_measured_and_learnt(prime, tmp_path) -> None:
@@ -114,6 +114,11 @@ def foreign_ids(folder):
     return ["--data", folder / "a.u16"]
 
 
+def scarce(folder):
+    (folder / "a.txt").write_text("x" * 1000)
+    return ["--data", folder / "a.txt", "--stages", "init,adapt", "--evaluate-every", "640"]
+
+
 def no_field(folder):
     (folder / "a.jsonl").write_text('{"words": "x"}\n')
     return ["--data", folder / "a.jsonl"]
@@ -129,9 +134,10 @@ def no_field(folder):
         (lambda folder: ["--data", f"{make('folder', folder)}=-1"], 2, "weight above 0"),
         (lambda folder: ["--data", "nowhere.txt"], 1, "There is no file or folder nowhere.txt"),
         (lambda folder: ["--data", make("folder", folder), "--tokens", 127], 2, "less than one step of 128 tokens"),
+        (scarce, 2, "--evaluate-every needs held-out text of two rows at least"),
         (lambda folder: ["--data", make("folder", folder), "--held-out", "gone.txt"], 1, "no file or folder gone.txt"),
     ],
-    ids=["empty", "empty folder", "foreign ids", "no field", "weight", "missing", "budget", "held out"],
+    ids=["empty", "empty folder", "foreign ids", "no field", "weight", "missing", "budget", "scarce", "held out"],
 )
 @pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["run", "dry run"])
 def test_bad_data_are_refused_before_anything_is_written(prime, tmp_path, bad, code, said, more) -> None:

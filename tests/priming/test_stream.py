@@ -10,6 +10,7 @@ import torch
 from data_case import KINDS, documents, equal, make, stream, text, tokenizer
 
 from hybridize.errors import CheckpointError, DataError, UsageError
+from hybridize.priming.stream import open_stream
 
 
 def saved(state):
@@ -120,6 +121,19 @@ def test_held_out_rows_share_no_document_with_training(tmp_path, kind) -> None:
     assert measured and len(trained) > 45
     assert not measured & trained
     assert equal(held, stream(spec, held_out_tokens=512, seed=5)[1]), "the same for every seed"
+
+
+def test_results_are_chosen_on_other_rows_than_they_are_stated_on(tmp_path) -> None:
+    settings = {"vocabulary": 262, "context": 64, "batch_rows": 2, "seed": 0, "held_out_tokens": 512}
+    _, held = open_stream([make("jsonl", tmp_path, 400)], tokenizer(), **settings)
+    assert len(held.stated.ids) == 8 and len(held.choosing.ids) == 2
+    rows = [tuple(row) for row in torch.cat([held.stated.ids, held.choosing.ids]).tolist()]
+    assert len(set(rows)) == 10
+    (tmp_path / "scarce.txt").write_text("x" * 2000)
+    _, held = open_stream([str(tmp_path / "scarce.txt")], tokenizer(), **settings)
+    assert len(held.stated.ids) == len(held.choosing.ids) == 1
+    (tmp_path / "scarce.txt").write_text("x" * 1000)
+    assert open_stream([str(tmp_path / "scarce.txt")], tokenizer(), **settings)[1].choosing is None
 
 
 def numbers(ids: list[int]) -> set[str]:

@@ -24,6 +24,11 @@ def rank() -> int:
     return int(os.environ["RANK"]) if world() > 1 else 0
 
 
+def share() -> slice:
+    """Which of a batch's rows are this process's."""
+    return slice(rank(), None, world())
+
+
 @contextmanager
 def joined(device: "torch.device") -> Iterator[None]:
     """Connect the processes while the block runs; none enters before all have come."""

@@ -77,6 +77,32 @@ class Workspace:
         return None
 
 
+@contextmanager
+def sole_use(folder: Path) -> Iterator[None]:
+    """Keep other processes from the folder of a run while the block lasts; WorkspaceError where one has it.
+
+    The lock is the system's own, so that it ends with the process, however that ends.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows has no such locks
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise WorkspaceError(
+                f"Another process is working on the run in {folder}; wait for its end, or stop it and use --resume."
+            ) from None
+        except OSError:
+            pass  # some network file systems have no locks
+        yield
+    finally:
+        os.close(handle)
+
+
 def _bad_index(path: Path, what: str) -> WorkspaceError:
     return WorkspaceError(f"{path} {what}; move it away (the runs themselves are untouched), or use --workspace.")
 

@@ -13,11 +13,11 @@ SMALL += ["--items", "0", "--prompts", "0"]
 WORDS = ["the", "of", "and", "to", "a", "in", "that", "it", "is", "was", "he", "for", "on", "are", "with", "as"]
 
 
-def save_source(folder: Path) -> Path:
+def save_source(folder: Path, vocab_size: int = 256) -> Path:
     """A 4-layer Llama with weights large enough to attend, a byte tokenizer, a chat template and two EOS ids."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256,
+        vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=4,

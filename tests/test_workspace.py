@@ -13,7 +13,7 @@ import pytest
 
 import hybridize
 from hybridize.errors import WorkspaceError, explain
-from hybridize.workspace import INDEX, Workspace, atomic_folder, check_disk_space, write_json, write_text
+from hybridize.workspace import INDEX, Workspace, atomic_folder, check_disk_space, sole_use, write_json, write_text
 
 
 def test_last(tmp_path: Path) -> None:
@@ -169,6 +169,28 @@ def test_kill_leaves_nothing_under_the_final_name(tmp_path: Path) -> None:
         time.sleep(0.1)
     assert [item.name for item in tmp_path.iterdir()] == ["out"]
     assert (final / "x").read_text() == "whole"
+
+
+def test_a_run_is_worked_on_by_one_process_until_it_ends_or_is_killed(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl", reason="the system has no such locks")
+    code = (
+        "import sys, time, pathlib\n"
+        "from hybridize.workspace import sole_use\n"
+        "with sole_use(pathlib.Path(sys.argv[1])):\n"
+        "    print('working', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(hybridize.__file__).parent.parent)}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as worker:
+        assert worker.stdout is not None and worker.stdout.readline() == "working\n"
+        with pytest.raises(WorkspaceError, match="Another process is working on the run in"), sole_use(tmp_path):
+            pass
+        worker.send_signal(signal.SIGKILL)
+    for _ in range(2):
+        with sole_use(tmp_path):
+            pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_disk_space(tmp_path: Path) -> None:

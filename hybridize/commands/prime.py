@@ -1,7 +1,6 @@
 """`hybridize prime`: convert a model's layers, align them, and write a hybrid."""
 
 from inspect import signature
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -29,7 +28,22 @@ def command(
         str, typer.Option("--stages", help="Which stages to run: init, align, distill, adapt.")
     ] = "init,align",
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to train on, over all stages.")] = 1_000_000,
-    data: options.Data = "builtin",
+    data: Annotated[
+        list[str],
+        typer.Option(
+            "--data",
+            metavar="NAME[=WEIGHT]",
+            help="Text, JSONL, Parquet or token files, a folder, a Hub dataset owner/name:config:split, or builtin. "
+            "Several: a mixture, with weights by tokens.",
+        ),
+    ] = ["builtin"],  # noqa: B006
+    held_out: Annotated[
+        str | None, typer.Option("--held-out", help="Data to measure on. Default: a twentieth of --data.")
+    ] = None,
+    text_field: Annotated[
+        str | None,
+        typer.Option("--text-field", help="Field of records to read. Default: text or messages."),
+    ] = None,
     context: Annotated[int, typer.Option("--context", min=2, help="Tokens per row of text.")] = 1024,
     batch_size: Annotated[
         int | None, typer.Option("--batch-size", min=1, help="Rows per step. Default: 8192 tokens, on a CPU 2048.")
@@ -118,6 +132,7 @@ def command(
     \b
     Examples:
       hybridize prime Qwen/Qwen3-0.6B --ratio 0.5 --layer gka --tokens 5000000 --data texts/
+      hybridize prime ./model --data books/=3 --data owner/chats=1 --stages init,align,adapt
       hybridize prime ./model --layers 1,3,5 --layer gdn --stages init --output ./hybrid
       hybridize prime ./model --ratio 0.25 --dry-run
     """
@@ -145,7 +160,9 @@ def command(
         layer=layer,
         stages=[stage.strip() for stage in stages.split(",")],
         tokens=tokens,
-        data=data if data == "builtin" else Path(data),
+        data=data,
+        held_out=held_out,
+        text_field=text_field,
         output=output,
         resume=resume,
         dry_run=dry_run,

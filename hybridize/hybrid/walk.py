@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -67,13 +68,49 @@ def entering_stream(body: Any, ids: Tensor) -> Tensor:
     return streams[0]
 
 
+@contextmanager
+def passing_on(body: Any, count: int) -> Iterator[None]:
+    """The first `count` layers pass on what they are given. The body still makes masks and positions for all."""
+    layers = list(body.layers[:count])
+    for layer in layers:
+        layer.forward = lambda hidden_states, *args, **kwargs: hidden_states
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+@torch.no_grad()
+def layer_inputs(body: Any, ids: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Arguments]:
+    """The hidden states of ids [B, T] that enter layer 0, and every layer's keyword arguments; no layer runs.
+
+    positions [B, T] start at 0 at every document of a row.
+    """
+    streams: list[Tensor] = []
+    arguments: Arguments = []
+
+    def keep(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        streams.append(args[0] if args else kwargs["hidden_states"])
+        arguments.append({name: value for name, value in kwargs.items() if name != "hidden_states"})
+
+    hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in body.layers]
+    try:
+        with passing_on(body, len(body.layers)):
+            body(input_ids=ids, position_ids=positions, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return streams[0], arguments
+
+
 def capture_layer_inputs(body: Any, batches: list[Tensor]) -> tuple[list[Tensor], Arguments]:
     """Hidden states that enter layer 0, one [B, T, hidden] per batch of ids, and every layer's keyword arguments.
 
     The arguments are taken from the first batch: all batches have one shape and no padding.
     """
-    _, arguments = capture_forward(body, batches[0])
-    return [entering_stream(body, ids) for ids in batches], arguments
+    inputs = [layer_inputs(body, ids) for ids in batches]
+    return [hidden for hidden, _ in inputs], inputs[0][1]
 
 
 @torch.no_grad()

@@ -14,6 +14,8 @@ from hybridize.errors import HybridizeError
 from hybridize.hybrid.model import mixers
 from hybridize.hybrid.walk import first, token_weights
 from hybridize.mixers.base import Mixer
+from hybridize.mixers.tokens import token_layout
+from hybridize.priming.batches import Batch
 from hybridize.processes import total, world
 
 
@@ -62,10 +64,11 @@ class Aligner:
         share = (self.steps_done - warm) / max(1, self.total_steps - warm)
         return self.options.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
 
-    def step(self, ids: Tensor) -> dict[int, float]:
-        """One update on ids [B, T]; returns each converted layer's relative squared error before the update."""
+    def step(self, rows: Tensor | Batch) -> dict[int, float]:
+        """One update on token ids [B, T]; returns each converted layer's relative squared error before the update."""
         self.optimiser.zero_grad(set_to_none=True)
-        losses = self._add_up(self._follow(ids) if self.options.follow else self._imitate(ids))
+        batch = Batch.of(rows)
+        losses = self._add_up(self._follow(batch) if self.options.follow else self._imitate(batch))
         norms = [torch.nn.utils.clip_grad_norm_(self.mixers[i].parameters(), self.options.clip) for i in losses]
         # One read from the device for both; checked before the update, so that a checkpoint never holds a broken one.
         values, sizes = torch.stack([torch.stack(list(losses.values())), torch.stack(norms).float()]).tolist()
@@ -93,21 +96,23 @@ class Aligner:
                     total(p.grad.mul_(share))
         return dict(zip(found, total(losses * own / energies), strict=True))
 
-    def _imitate(self, ids: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+    def _imitate(self, batch: Batch) -> dict[int, tuple[Tensor, Tensor]]:
         """Mixers see the source's hidden states: one forward of the source, each mixer's backward on the way."""
         losses: dict[int, tuple[Tensor, Tensor]] = {}
+        learner = _Learner(self.mixers, batch)
         streams: dict[int, Tensor] = {}
 
         def learn(layer: int, given: Tensor, output: Tensor, kwargs: dict[str, Any]) -> None:
-            losses[layer] = learn_from(self.mixers[layer], given, output, token_weights(streams[layer], output), kwargs)
+            losses[layer] = learner.learn(layer, given, output, token_weights(streams[layer], output), kwargs)
 
-        self._run(self.source, ids, streams, learn)
+        self._run(self.source, batch, streams, learn)
         return losses
 
-    def _follow(self, ids: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+    def _follow(self, batch: Batch) -> dict[int, tuple[Tensor, Tensor]]:
         """Mixers see the hybrid's hidden states and aim where the source's residual stream stands behind attention."""
         goals: dict[int, tuple[Tensor, Tensor]] = {}
         losses: dict[int, tuple[Tensor, Tensor]] = {}
+        learner = _Learner(self.mixers, batch)
         theirs: dict[int, Tensor] = {}
         ours: dict[int, Tensor] = {}
 
@@ -117,16 +122,16 @@ class Aligner:
         def learn(layer: int, given: Tensor, output: Tensor, kwargs: dict[str, Any]) -> None:
             hidden, wanted = goals.pop(layer)
             target = wanted + (hidden - ours.pop(layer))
-            losses[layer] = learn_from(self.mixers[layer], given, target, token_weights(hidden, wanted), kwargs)
+            losses[layer] = learner.learn(layer, given, target, token_weights(hidden, wanted), kwargs)
 
-        self._run(self.source, ids, theirs, remember)
-        self._run(self.hybrid, ids, ours, learn)
+        self._run(self.source, batch, theirs, remember)
+        self._run(self.hybrid, batch, ours, learn)
         return losses
 
     def _run(
         self,
         model: Any,
-        ids: Tensor,
+        batch: Batch,
         streams: dict[int, Tensor],
         see: Callable[[int, Tensor, Tensor, dict[str, Any]], None],
     ) -> None:
@@ -153,7 +158,7 @@ class Aligner:
             hooks.append(layer.self_attn.register_forward_hook(leave(i), with_kwargs=True))
         try:
             with torch.no_grad():
-                model.base_model(input_ids=ids, use_cache=False)
+                model.base_model(input_ids=batch.ids, position_ids=batch.positions, use_cache=False)
         except _Done:
             pass
         finally:
@@ -161,19 +166,26 @@ class Aligner:
                 hook.remove()
 
 
-def learn_from(
-    mixer: Mixer, given: Tensor, target: Tensor, weights: Tensor, kwargs: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """Backward of the weighted relative squared error of mixer(given) into the mixer's parameters.
+class _Learner:
+    """Backward passes of single mixers on one batch: where its documents begin, and which tokens are padding."""
 
-    Returns it, and the weighted square of the target that it is relative to.
-    """
-    target = target.detach().float()
-    with torch.enable_grad():
-        # Not mixer(...): that would run the hook that called us.
-        output = mixer.o_proj(mixer.features(given.detach(), kwargs.get("position_embeddings")))
-        error = ((output.float() - target).square() * weights).sum()
-        energy = (target.square() * weights).sum().clamp(min=1e-12)
-        loss = error / energy
-        loss.backward()
-    return loss.detach(), energy
+    def __init__(self, mixers: dict[int, Mixer], batch: Batch):
+        self.mixers, self.real = mixers, batch.real[..., None]
+        self.layout = token_layout(None, batch.positions, False)
+
+    def learn(
+        self, layer: int, given: Tensor, target: Tensor, weights: Tensor, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Backward of the weighted relative squared error of mixer(given) into the mixer's parameters.
+
+        Returns it, and the weighted square of the target that it is relative to.
+        """
+        mixer, weights, target = self.mixers[layer], weights * self.real, target.detach().float()
+        with torch.enable_grad():
+            # Not mixer(...): that would run the hook that called us.
+            output = mixer.o_proj(mixer.features(given.detach(), kwargs.get("position_embeddings"), self.layout))
+            error = ((output.float() - target).square() * weights).sum()
+            energy = (target.square() * weights).sum().clamp(min=1e-12)
+            loss = error / energy
+            loss.backward()
+        return loss.detach(), energy

@@ -6,8 +6,6 @@ then they run once, in the teacher, without gradients, and the student starts fr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridize.errors import UsageError
+from hybridize.hybrid.walk import passing_on
 from hybridize.priming.batches import Batch
 from hybridize.priming.losses import TokenSums, predicted, vocabulary_loss
 
@@ -60,7 +59,7 @@ class Objective(nn.Module):
         score: the loss is the student's next-token loss alone, whatever it trains for.
         """
         given, entering = self._teach(batch) if self._teacher and not score else (None, None)
-        with _starting_at(self.student.base_model, 0 if score else self.shared_layers):
+        with passing_on(self.student.base_model, 0 if score else self.shared_layers):
             inputs = {"input_ids": batch.ids} if entering is None else {"inputs_embeds": entering}
             out = self.student.base_model(**inputs, position_ids=batch.positions, use_cache=False)
         hidden = predicted(out.last_hidden_state, batch.targets)
@@ -132,16 +131,3 @@ def _shared_layers(student: Any, teacher: Any) -> int:
 def _same(ours: Any, theirs: Any) -> bool:
     mine, other = dict(ours.named_parameters()), dict(theirs.named_parameters())
     return mine.keys() == other.keys() and all(p is other[name] and not p.requires_grad for name, p in mine.items())
-
-
-@contextmanager
-def _starting_at(body: Any, count: int) -> Iterator[None]:
-    """The first `count` layers pass on what they are given. The body still makes masks and positions for all."""
-    layers = list(body.layers[:count])
-    for layer in layers:
-        layer.forward = lambda hidden_states, *args, **kwargs: hidden_states
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward

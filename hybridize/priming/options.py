@@ -12,19 +12,20 @@ from typing import Any
 
 import torch
 
-from hybridize.builtin import BUILTIN, model_name
-from hybridize.errors import CheckpointError, UsageError
+from hybridize.builtin import model_name
+from hybridize.errors import CheckpointError, UsageError, WorkspaceError
 from hybridize.hybrid.plan import LayerPlan, check_kind
 from hybridize.mixers import MIXERS
 from hybridize.mixers.base import geometry
 from hybridize.priming.align import AlignOptions
+from hybridize.priming.mixture import absolute
 from hybridize.priming.objective import LossWeights
 from hybridize.priming.roles import ROLES
 from hybridize.priming.stages import ADAPT, DISTILL, StageOptions
 from hybridize.priming.transfer import StartOptions
 from hybridize.processes import world
 from hybridize.sources import Source
-from hybridize.workspace import Workspace
+from hybridize.workspace import Workspace, write_json
 
 STAGES = ("init", "align", "distill", "adapt")
 DEFAULT_STAGES = ("init", "align")
@@ -48,7 +49,7 @@ class PrimeOptions:
     held_out_tokens: int
     context: int
     batch_size: int
-    data: str
+    data: tuple[str, ...]
     seed: int
     output: str
     dtype: str | None
@@ -63,6 +64,8 @@ class PrimeOptions:
     baseline: bool = False
     items: int = 0  # of retrieval, for each task and depth
     prompts: int = 0  # of generation
+    held_out: str | None = None
+    text_field: str | None = None
 
     def steps(self, stage: str) -> int:
         """Steps of a stage that trains, from its share of the tokens; of `baseline` as many as of adapt."""
@@ -89,18 +92,15 @@ class PrimeOptions:
         done = [name for name in ("distill", "adapt") if name in self.stages and STAGES.index(name) <= ends]
         return max((self.options_of(name).train.role for name in done), key=ROLES.index, default="mixers")
 
-    def first_row(self, stage: str) -> int:
-        """The row of the training text that a stage begins with: the one after the last of the stage before it."""
-        before = {"align": [], "distill": ["align"]}.get(stage, ["align", "distill"])
-        return sum(self.steps(name) * self.step_tokens(name) for name in before) // self.context
-
     @staticmethod
     def read(path: Path) -> PrimeOptions:
         """Options from a run.json; CheckpointError when the file is damaged."""
         try:
             raw = json.loads(path.read_text("utf-8"))["options"]
             raw["start"], raw["align"] = StartOptions(**raw["start"]), AlignOptions(**raw["align"])
-            raw["stages"] = tuple(raw["stages"])
+            if isinstance(raw["data"], str):
+                raise ValueError("the run was begun by an earlier version")
+            raw["stages"], raw["data"] = tuple(raw["stages"]), tuple(raw["data"])
             raw.update({name: StageOptions.read(raw[name]) for name in ("distill", "adapt") if name in raw})
             return PrimeOptions(**raw)
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -166,7 +166,7 @@ def make_options(
     chosen: str,
     stages: Sequence[str],
     tokens: int,
-    data: str | os.PathLike[str],
+    data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     context: int,
     batch_size: int | None,
     init_tokens: int | None,
@@ -177,9 +177,9 @@ def make_options(
 ) -> PrimeOptions:
     if unknown := [stage for stage in stages if stage not in STAGES]:
         raise UsageError(f"There is no stage {unknown[0]!r}; the stages are {', '.join(STAGES)}.")
-    for name, value in (("tokens", tokens), ("context", context), ("held-out-tokens", held_out_tokens)):
-        if value < 1:
-            raise UsageError(f"--{name} is {value}; it must be at least 1.")
+    for name, value, least in (("tokens", tokens, 1), ("context", context, 2), ("held-out-tokens", held_out_tokens, 1)):
+        if value < least:
+            raise UsageError(f"--{name} is {value}; it must be at least {least}.")
     if not 0 <= seed < 2**63:
         raise UsageError(f"--seed is {seed}; it must be at least 0 and below 2**63.")
     longest = getattr(source.config, "max_position_embeddings", None)
@@ -202,7 +202,7 @@ def make_options(
         held_out_tokens=held_out_tokens,
         context=context,
         batch_size=batch_size,
-        data=BUILTIN if data == BUILTIN else _absolute(data),
+        data=absolute([os.fspath(name) for name in ([data] if isinstance(data, str | os.PathLike) else data)]),
         seed=seed,
         output="",
         dtype=dtype,
@@ -231,12 +231,6 @@ def check_budget(options: PrimeOptions) -> None:
         raise UsageError("--baseline trains the source on the tokens of stage adapt; name adapt in --stages.")
 
 
-def check_shares(batch_size: int) -> None:
-    """UsageError where a batch's rows cannot be shared evenly by the processes."""
-    if batch_size % world():
-        raise UsageError(f"{batch_size} rows a batch cannot be shared by {world()} processes; give a multiple.")
-
-
 def _absolute(path: str | os.PathLike[str]) -> str:
     """The path as a run keeps it: a run may be resumed from another folder."""
     return str(Path(path).expanduser().absolute())
@@ -256,6 +250,16 @@ def check_settings(plan: LayerPlan, settings: dict[str, Any]) -> None:
             number: Any = value
             if numeric and not (0 <= number < math.inf and (number > 0 or name in _MAY_BE_ZERO)):
                 raise UsageError(f"The setting {name} is {value}, which is too small or too large.")
+
+
+def begin_run(folder: Path, options: PrimeOptions, source: Source, place: Workspace) -> None:
+    """Make the run's folder, which no other run has, and note what it is a run of."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise WorkspaceError(f"Another run has just begun in {folder}; run the same command once more.") from None
+    write_json(folder / RUN_FILE, {"options": asdict(options)})
+    place.record("prime-run", folder, source=source.name, model=options.model, revision=options.revision)
 
 
 def last_run(place: Workspace, model: str | os.PathLike[str] | None) -> tuple[Path, PrimeOptions]:
@@ -289,7 +293,8 @@ def describe(options: PrimeOptions, source: Source) -> dict[str, Any]:
         "evenly_spaced": options.chosen == SPACED,
         "chosen": options.chosen,
         "stages": list(options.stages),
-        "data": options.data,
+        "data": list(options.data),
+        "held_out": options.held_out,
         "tokens": options.tokens,
         "init_tokens": options.init_tokens,
         "context": options.context,

@@ -16,8 +16,9 @@ from torch import Tensor
 from hybridize.console import Console
 from hybridize.errors import DataError
 from hybridize.priming.align import DivergedError
+from hybridize.priming.batches import Batch
 from hybridize.priming.options import PrimeOptions
-from hybridize.processes import rank, total, world
+from hybridize.processes import share, total, world
 from hybridize.sources import Source
 from hybridize.tasks import generation, retrieval
 from hybridize.tasks.generation import NEW_TOKENS, continue_text, judge, source_perplexity, take_prompts
@@ -77,12 +78,19 @@ class Quality:
         return result
 
 
-def shared_loss(model: Any, rows: Tensor, batch_size: int, title: str, advance: Callable[[int], None]) -> float:
-    """Mean held-out loss over rows [N, T], each of several processes taking its share; DivergedError if not finite."""
-    mine = rows[rank() :: world()]
-    loss = mean_loss(model, mine, batch_size, lambda tokens: advance(tokens * world())) if len(mine) else 0.0
+def shared_loss(model: Any, rows: Batch, batch_size: int, title: str, advance: Callable[[int], None]) -> float:
+    """Mean held-out loss over the targets of rows, of which each process takes its share; DivergedError if not finite.
+
+    Of several processes, one's share may hold no target at all.
+    """
+    mine = rows.part(share())
+    told = lambda tokens: advance(tokens * world())
+    count, loss = int(mine.targets[:, 1:].sum()), 0.0
+    if count:
+        loss = mean_loss(model, mine.ids, batch_size, told, mine.positions, mine.targets)
     if world() > 1:
-        loss = float(total(torch.tensor(loss * len(mine), dtype=torch.float64))) / len(rows)
+        summed, targets = total(torch.tensor([loss * count, count], dtype=torch.float64)).tolist()
+        loss = summed / targets
     if not math.isfinite(loss):
         raise DivergedError(f"{title} is {loss}; no hybrid was written.")
     return loss

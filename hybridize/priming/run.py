@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridize.builtin import BUILTIN, builtin_text, model_name, open_model
+from hybridize.builtin import BUILTIN, model_name, open_model
 from hybridize.console import Console
 from hybridize.devices import pick_device
-from hybridize.errors import CheckpointError, UsageError
+from hybridize.errors import CheckpointError
 from hybridize.hybrid.families import check_config
 from hybridize.hybrid.model import convert, mixers
 from hybridize.hybrid.plan import LayerPlan
 from hybridize.priming.accounting import Accounting, account
 from hybridize.priming.align import Aligner, AlignOptions
+from hybridize.priming.batches import check_shares
 from hybridize.priming.checkpoints import read_checkpoint, write_checkpoint
 from hybridize.priming.curve import check_curve, draw_curve
 from hybridize.priming.finish import stated, write_hybrid
 from hybridize.priming.loop import Steps, run_steps
+from hybridize.priming.mixture import absolute
 from hybridize.priming.options import (
     DEFAULT_STAGES,
-    RUN_FILE,
     PrimeOptions,
+    begin_run,
     check_budget,
     check_settings,
-    check_shares,
     choose_layers,
     chosen_layers,
     describe,
@@ -42,12 +44,13 @@ from hybridize.priming.options import (
 from hybridize.priming.quality import make_quality, shared_loss
 from hybridize.priming.report import STEPS
 from hybridize.priming.roles import by_role, own_copies
-from hybridize.priming.stages import ADAPT, BEST, DISTILL, RowStream, Stage, StageOptions
+from hybridize.priming.stages import ADAPT, BEST, DISTILL, Stage, StageOptions
+from hybridize.priming.text import RunText, open_text
+from hybridize.priming.trainer import Trainer
 from hybridize.priming.transfer import StartOptions, fit_start
-from hybridize.processes import alike, from_first, joined, rank, world
+from hybridize.processes import alike, from_first, joined, rank, share
 from hybridize.sources import Source
-from hybridize.tasks.text import TextSplit, prepare, read_documents
-from hybridize.workspace import Workspace, check_disk_space, check_place, write_json
+from hybridize.workspace import Workspace, check_disk_space, check_place, sole_use
 
 _CHECKPOINT, _LOG = "checkpoint.pt", "log.jsonl"
 _TRAINING = ("align", "distill", "adapt", "baseline")
@@ -62,7 +65,9 @@ def prime(
     layer: str | None = None,
     stages: Sequence[str] = DEFAULT_STAGES,
     tokens: int = 1_000_000,
-    data: str | os.PathLike[str] = BUILTIN,
+    data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = BUILTIN,
+    held_out: str | os.PathLike[str] | None = None,
+    text_field: str | None = None,
     output: str | os.PathLike[str] | None = None,
     resume: bool = False,
     dry_run: bool = False,
@@ -94,7 +99,9 @@ def prime(
     Which layers: `ratio` of them, as the workspace's last probe of this model selects them, or else evenly spaced (0.5
     when nothing is said); or `layers`; or a whole `pattern`. `layer` is what they become: gka, unless the probe says.
     `stages` are init (closed form), align (each mixer by itself), distill (end to end, towards the source) and adapt
-    (on the text); `tokens` is the budget of those that train, `context` the tokens per row. Distill and adapt compute
+    (on the text); `tokens` is the budget of those that train, `context` the tokens per row. `data` are text, JSONL,
+    Parquet or pre-tokenised files, folders of them, Hub datasets, or `builtin`, each with `=` and a weight behind it if
+    need be; `held_out` is what losses are measured on, without it a part of the data. Distill and adapt compute
     in `compute` (bfloat16 on CUDA) with fp32 masters; with `evaluate_every` tokens, the best weights on the way are
     kept; `baseline` trains the source too, on adapt's tokens. Retrieval is measured on `items` for each task and depth,
     and generation on `prompts`, before and after; 0 leaves it out. The loss curve is drawn into `plot`, and goes to
@@ -131,6 +138,8 @@ def prime(
             baseline=baseline,
             items=(2 if target.type == "cpu" else 10) if items is None else items,
             prompts=(4 if target.type == "cpu" else 20) if prompts is None else prompts,
+            held_out=None if held_out is None else absolute([os.fspath(held_out)])[0],
+            text_field=text_field,
             settings=mixer_settings,
             revision=source.revision if source.repository else None,
         )
@@ -142,14 +151,20 @@ def prime(
     accounting = account(source.config, plan, number, solves, options.settings, options.role())
     final = Path(options.output)
     check_place(final)
+    text = open_text(options, source, console)
     if dry_run:
         return {"dry_run": True, **describe(options, source), **accounting.summary(), "output": str(final)}
     # Weights and two moments, twice while a checkpoint is replaced; and where they are kept, the best weights.
     check_disk_space(final, accounting.checkpoint_bytes + 28 * accounting.trained_parameters)
     check_shares(options.batch_size)
-    with joined(target):
+    with joined(target), ExitStack() as stack:
         folder, options = from_first((folder, options))
-        report = _Run(options, source, plan, accounting, folder, target, number, console, place, tensorboard).work()
+        if rank() == 0:
+            if not resume:
+                begin_run(folder, options, source, place)
+            stack.enter_context(sole_use(folder))
+        run = _Run(options, source, plan, accounting, folder, target, number, console, place, text, tensorboard)
+        report = run.work()
     if drawn is not None and rank() == 0:
         draw_curve(folder / _LOG, drawn, f"{source.name}, {options.pattern}")
     return report
@@ -169,25 +184,21 @@ class _Run:
         dtype: torch.dtype,
         console: Console,
         workspace: Workspace,
+        text: RunText,
         board: bool,
     ):
         self.options, self.source, self.plan, self.accounting = options, source, plan, accounting
         self.folder, self.device, self.dtype, self.console = folder, device, dtype, console
-        self.workspace, self.board = workspace, board
+        self.workspace, self.text, self.board = workspace, text, board
         self.load_source: Callable[[], Any] = lambda: source.load(torch.float32, device)
+        self.quality = make_quality(options, source, text.held_out.ids, console)
         self.measured: dict[str, Any] = {}  # what `quality` found, by model
 
     def work(self) -> dict[str, Any]:
         options, console = self.options, self.console
         saved = read_checkpoint(self.folder / _CHECKPOINT, self.device)
-        rows = self._rows()
-        if saved and "measured" not in saved:
-            raise CheckpointError(f"{self.folder} was begun by an earlier version; start the run without --resume.")
-        if saved and saved["fingerprint"] != rows.fingerprint:
-            raise CheckpointError(
-                f"The text of {options.data} has changed since {self.folder} was begun; start the run without --resume."
-            )
-        self.quality = make_quality(options, self.source, rows.held_out, console)
+        if saved:
+            self.text.load_state(saved)
         teacher: Any = self.load_source()
         torch.manual_seed(options.seed)
         hybrid = convert(teacher, self.plan, share=True, **options.settings)
@@ -199,75 +210,44 @@ class _Run:
             pending = pending[pending.index(saved["stage"]) :] if saved["stage"] in pending else []
             self._load(hybrid, saved["weights"], options.role(saved["stage"]))
         else:
-            if rank() == 0:
-                self._begin()
-            losses["source"] = self._measure(teacher, rows.held_out, "Held-out loss of the source")
+            losses["source"] = self._measure(teacher, "Held-out loss of the source")
             self._judge(teacher, "source")
-            losses["converted"] = self._measure(hybrid, rows.held_out, "Held-out loss after conversion")
+            losses["converted"] = self._measure(hybrid, "Held-out loss after conversion")
             if "init" in options.stages:
-                errors = self._fit(teacher, hybrid, rows.train, options.start, "Init")
+                errors = self._fit(teacher, hybrid, options.start, "Init")
                 console.note(f"Mean relative error of the converted layers: {_mean(errors):.3f}")
-                losses["init"] = self._measure(hybrid, rows.held_out, "Held-out loss after init")
+                losses["init"] = self._measure(hybrid, "Held-out loss after init")
             self._judge(hybrid, list(losses)[-1])
-            self._save(pending[0] if pending else "", hybrid, losses, rows)
+            self._save(pending[0] if pending else "", hybrid, losses)
         for place, stage in enumerate(pending):
             training = saved["training"] if saved and place == 0 else None
+            if training is None:
+                self.text.enter(stage)
             if stage == "align":
-                self._align(teacher, hybrid, rows, losses, training)
+                self._align(teacher, hybrid, losses, training)
             else:
                 if stage == "adapt" and not options.adapt.loss.needs_teacher:
                     teacher = None  # only its converted layers' attention is freed: the rest is the hybrid's as well
-                self._train(stage, teacher, hybrid, rows, losses, training)
+                self._train(stage, teacher, hybrid, losses, training)
             if stage != "baseline" and pending[place + 1 :] in ([], ["baseline"]):
                 self._judge(hybrid, stage)
-            self._save("".join(pending[place + 1 : place + 2]), hybrid, losses, rows)
-        return self._finish(hybrid, losses, rows)
-
-    def _begin(self) -> None:
-        kept = {"model": self.options.model, "revision": self.options.revision}
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.folder / RUN_FILE, {"options": asdict(self.options)})
-        self.workspace.record("prime-run", self.folder, source=self.source.name, **kept)
+            self._save("".join(pending[place + 1 : place + 2]), hybrid, losses)
+        return self._finish(hybrid, losses)
 
     # -- stages ------------------------------------------------------------------------------------------------------
 
-    def _rows(self) -> TextSplit:
-        options = self.options
-        # Rows for the fit and for training come from one stream; a run that needs more than there is starts over in it.
-        wanted = max(options.init_tokens, options.tokens if "align" in options.stages else 0)
-        self.console.note(f"Reading and tokenising text ({options.data}).")
-        common: dict[str, Any] = {
-            "context": options.context,
-            "tokens": wanted,
-            "held_out_tokens": options.held_out_tokens,
-            "seed": options.seed,
-        }
-        if options.data == BUILTIN:
-            train = [(document.name, document.text) for document in builtin_text("train")]
-            held = [(document.name, document.text) for document in builtin_text("held-out")]
-            rows = prepare(train, self.source.tokenizer, held_out=held, **common)
-        else:
-            rows = prepare(read_documents(Path(options.data).expanduser()), self.source.tokenizer, **common)
-        if rows.train.numel() < wanted - options.context:
-            self.console.warn(
-                f"The text has {rows.train.numel():,} tokens for a budget of {wanted:,}: it is read more than once."
-            )
-        if options.evaluate_every and not len(rows.choosing):
-            raise UsageError("--evaluate-every needs held-out text of two rows at least; give longer text with --data.")
-        return rows
-
-    def _fit(self, teacher: Any, hybrid: Any, rows: Tensor, start: StartOptions, title: str) -> dict[int, float]:
-        count = max(1, self.options.init_tokens // self.options.context)
-        batches = [ids.to(self.device) for ids in rows[:count].split(self.options.batch_size)]
-        batches = [ids for ids in batches if ids.shape == batches[0].shape]
+    def _fit(self, teacher: Any, hybrid: Any, start: StartOptions, title: str) -> dict[int, float]:
+        """Least squares on the first batches of the text."""
+        count = max(1, self.options.init_tokens // self.options.step_tokens("align"))
+        batches = [batch.to(self.device) for batch in self.text.first(count)]
         last = max(self.plan.layers)
-        total = sum(ids.numel() for ids in batches) * (last + 1)
+        total = sum(batch.ids.numel() for batch in batches) * (last + 1)
         with self.console.progress(f"{title}: least squares, {last + 1} layers", total, "token") as tracker:
             errors = fit_start(teacher, hybrid, batches, start, tracker.advance)
         alike(p for mixer in mixers(hybrid).values() for p in mixer.parameters())
         return errors
 
-    def _align(self, teacher: Any, hybrid: Any, rows: TextSplit, losses: dict[str, Any], training: Any) -> None:
+    def _align(self, teacher: Any, hybrid: Any, losses: dict[str, Any], training: Any) -> None:
         options = self.options
         aligner = Aligner(teacher, hybrid, options.align, options.steps("align"))
         if training:
@@ -275,23 +255,21 @@ class _Run:
             aligner.steps_done = training["step"]
 
         def take(step: int) -> dict[str, Any]:
-            errors = aligner.step(self._batch(rows.train, step)[rank() :: world()])
+            errors = aligner.step(self.text.stream.batch().part(share()).to(self.device))
             return {"loss": _mean(errors), "layers": errors}
 
         def save() -> None:
             state = {"step": aligner.steps_done, "optimiser": aligner.optimiser.state_dict()}
-            self._save("align", hybrid, losses, rows, state)
+            self._save("align", hybrid, losses, state)
 
         self._run_steps("align", aligner.steps_done, take, save, shows="relative error")
         if "init" in options.stages and options.start.solve:
             # The mixers have moved on: solve their output projections again, to make good what earlier layers lost.
             again = StartOptions(calibrate=False, ridge=options.start.ridge, follow=True)
-            self._fit(teacher, hybrid, rows.train, again, "Refit")
-        losses["align"] = self._measure(hybrid, rows.held_out, "Held-out loss after align")
+            self._fit(teacher, hybrid, again, "Refit")
+        losses["align"] = self._measure(hybrid, "Held-out loss after align")
 
-    def _train(
-        self, name: str, teacher: Any, hybrid: Any, rows: TextSplit, losses: dict[str, Any], training: Any
-    ) -> None:
+    def _train(self, name: str, teacher: Any, hybrid: Any, losses: dict[str, Any], training: Any) -> None:
         """Distill or adapt; or baseline, which trains the source itself."""
         options, chosen = self.options, self.options.options_of(name)
         model = self.load_source() if name == "baseline" else hybrid
@@ -300,11 +278,11 @@ class _Run:
             teacher,
             self.plan.layers,
             chosen,
-            RowStream(rows.train, options.batch_size, options.first_row(name)),
+            self.text.stream,
             options.steps(name),
             getattr(torch, options.compute),
             self.folder,
-            lambda trainer: trainer.held_out(rows.choosing, options.batch_size),
+            lambda trainer: trainer.held_out(self.text.choosing, options.batch_size),
             max(1, options.evaluate_every // options.step_tokens(name)) if options.evaluate_every else 0,
         )
         if training:
@@ -312,12 +290,12 @@ class _Run:
 
         def save() -> None:
             # While the hybrid trains, its weights are the masters.
-            self._save(name, hybrid, losses, rows, stage.state(), None if name == "baseline" else stage.trainer)
+            self._save(name, hybrid, losses, stage.state(), None if name == "baseline" else stage.trainer)
 
         self._run_steps(name, stage.trainer.steps_done, lambda step: stage.step(), save)
         if (step := stage.finish()) != options.steps(name):
             self.console.note(f"The best held-out loss was that of step {step}: these weights are kept.")
-        losses[name] = self._measure(model, rows.held_out, f"Held-out loss after {name}")
+        losses[name] = self._measure(model, f"Held-out loss after {name}")
         if name == "baseline":
             self._judge(model, name)
 
@@ -328,12 +306,9 @@ class _Run:
         earlier = list(_TRAINING[: _TRAINING.index(stage)])
         run_steps(work, self.folder, self.folder / _LOG, earlier, self.console, self.board)
 
-    def _batch(self, rows: Tensor, step: int) -> Tensor:
-        index = torch.arange(step * self.options.batch_size, (step + 1) * self.options.batch_size) % len(rows)
-        return rows[index].to(self.device)
-
-    def _measure(self, model: Any, rows: Tensor, title: str) -> float:
-        with self.console.progress(title, rows.numel(), "token") as tracker:
+    def _measure(self, model: Any, title: str) -> float:
+        rows = self.text.held_out
+        with self.console.progress(title, rows.ids.numel(), "token") as tracker:
             return shared_loss(model, rows, self.options.batch_size, title, tracker.advance)
 
     def _judge(self, model: Any, name: str) -> None:
@@ -342,21 +317,21 @@ class _Run:
     # -- files -------------------------------------------------------------------------------------------------------
 
     def _save(
-        self, stage: str, hybrid: Any, losses: Any, rows: TextSplit, training: Any = None, trainer: Any = None
+        self,
+        stage: str,
+        hybrid: Any,
+        losses: dict[str, Any],
+        training: dict[str, Any] | None = None,
+        trainer: Trainer | None = None,
     ) -> None:
         """Write the checkpoint: in `stage` (at its start without `training`, at the run's end without a name)."""
         trained = by_role(hybrid, self.options.role(stage), self.plan.layers)
         weights = {name: p.detach() for name, p in trained.items()}
         if trainer is not None:
             weights.update({name: x.detach() for name, x in trainer.masters.masters.items()})
-        content = {
-            "stage": stage,
-            "training": training,
-            "weights": weights,
-            "losses": losses,
-            "measured": self.measured,
-        }
-        write_checkpoint(self.folder / _CHECKPOINT, {**content, "fingerprint": rows.fingerprint})
+        content = {"stage": stage, "training": training, "weights": weights}
+        content |= {"losses": losses, "measured": self.measured, **self.text.state()}
+        write_checkpoint(self.folder / _CHECKPOINT, content)
 
     def _load(self, hybrid: Any, weights: dict[str, Tensor], role: str) -> None:
         if role != "mixers":
@@ -366,18 +341,17 @@ class _Run:
                 f"{self.folder} holds a tensor {unknown[0]} that this hybrid has not; start it again."
             )
 
-    def _finish(self, hybrid: Any, losses: dict[str, Any], rows: TextSplit) -> dict[str, Any]:
+    def _finish(self, hybrid: Any, losses: dict[str, Any]) -> dict[str, Any]:
         options = self.options
         report = {
             **describe(options, self.source),
             **self.accounting.summary(),
             **stated(losses),
-            **self.quality.report(
-                self.measured, losses["source"], lambda: self.source.load(torch.float32, self.device)
-            ),
+            **self.quality.report(self.measured, losses["source"], self.load_source),
             "train_tokens": sum(options.steps(name) * options.step_tokens(name) for name in _TRAINING[:-1]),
-            "held_out_tokens": rows.held_out.numel(),
-            "text_fingerprint": rows.fingerprint,
+            "held_out_tokens": int(self.text.held_out.targets.sum()),
+            "text": self.text.stream.counts,
+            "text_fingerprint": self.text.stream.fingerprint,
             "device": str(self.device),
             "output": options.output,
             "run": str(self.folder),

@@ -8,7 +8,6 @@ holds the same tensors, and takes over what that has learned.
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,13 +18,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
-from hybridize.errors import UsageError
 from hybridize.hybrid.walk import entry_device
 from hybridize.mixers.base import Mixer
-from hybridize.priming.batches import Batch
+from hybridize.priming.batches import Batch, check_shares
 from hybridize.priming.masters import Masters
 from hybridize.priming.objective import Objective
 from hybridize.priming.trainer import Trainer
+from hybridize.processes import share, world
 
 
 def shard(objective: Objective, dtype: torch.dtype = torch.float32) -> None:
@@ -88,16 +87,14 @@ class ShardedTrainer(Trainer):
         return _whole(super().state())
 
     @torch.no_grad()
-    def held_out(self, rows: Tensor, batch_size: int) -> float:
+    def held_out(self, rows: Batch, batch_size: int) -> float:
         sums = torch.zeros((), dtype=torch.float64, device=self.device)
-        for ids in rows.split(batch_size):
-            missing = -len(ids) % dist.get_world_size()
-            positions = torch.arange(ids.shape[1]).expand(len(ids) + missing, -1)
-            targets = (positions > 0) & (torch.arange(len(ids) + missing) < len(ids))[:, None]  # the missing score not
-            batch = self._share(Batch(torch.cat([ids, ids[:1].expand(missing, -1)]), positions, targets))
-            sums += self.objective(batch, score=True)["loss"].double()
+        for start in range(0, len(rows.ids), batch_size):
+            batch = rows.part(slice(start, start + batch_size))
+            mine = self._share(_filled(batch, -len(batch.ids) % world())).to(self.device)
+            sums += self.objective(mine, score=True)["loss"].double()
         dist.all_reduce(sums)
-        return sums.item() / (rows.numel() - len(rows))
+        return sums.item() / int(rows.targets[:, 1:].sum())
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         super().load_weights({name: _spread(weights[name], like) for name, like in self.masters.masters.items()})
@@ -112,13 +109,8 @@ class ShardedTrainer(Trainer):
         super().load_state({**state, "optimiser": optimiser})
 
     def _share(self, batch: Batch) -> Batch:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        if len(batch.ids) % world:
-            raise UsageError(f"{len(batch.ids)} rows a batch cannot be shared by {world} processes; give a multiple.")
-        mine = slice(rank, None, world)
-        return super()._share(
-            replace(batch, ids=batch.ids[mine], positions=batch.positions[mine], targets=batch.targets[mine])
-        )
+        check_shares(len(batch.ids))
+        return batch.part(share())
 
     def _count(self, batches: list[Batch]) -> int:
         count = torch.stack([batch.targets[:, 1:].sum() for batch in batches]).sum()
@@ -139,6 +131,16 @@ class ShardedTrainer(Trainer):
 
     def _finite(self, grad: Tensor) -> bool:
         return super()._finite(_whole(grad))
+
+
+def _filled(batch: Batch, missing: int) -> Batch:
+    """The batch with `missing` more rows, in which nothing is to be predicted."""
+    more = batch.part(slice(0, 1))
+    return Batch(
+        torch.cat([batch.ids, more.ids.expand(missing, -1)]),
+        torch.cat([batch.positions, more.positions.expand(missing, -1)]),
+        torch.cat([batch.targets, torch.zeros_like(more.targets).expand(missing, -1)]),
+    )
 
 
 def _whole(tree: Any) -> Any:

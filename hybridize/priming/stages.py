@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hybridize.priming.align import DivergedError
-from hybridize.priming.batches import Batch, Stream
+from hybridize.priming.batches import Stream
 from hybridize.priming.checkpoints import read_checkpoint, write_checkpoint
 from hybridize.priming.objective import LossWeights, Objective
 from hybridize.priming.roles import by_role, own_copies
@@ -37,25 +36,6 @@ class StageOptions:
 
 DISTILL = StageOptions()
 ADAPT = StageOptions(LossWeights(cross_entropy=1.0), TrainOptions(role="all", lr=3e-4))
-
-
-class RowStream:
-    """Rows of token ids [N, T] of one document each, some at a time, from row `begin` on and over again."""
-
-    def __init__(self, rows: Tensor, batch_size: int, begin: int = 0):
-        self.rows, self.batch_size, self.at = rows, batch_size, begin
-
-    def batch(self) -> Batch:
-        ids = self.rows[torch.arange(self.at, self.at + self.batch_size) % len(self.rows)]
-        self.at += self.batch_size
-        positions = torch.arange(ids.shape[1]).expand(ids.shape)
-        return Batch(ids, positions, positions > 0)
-
-    def state(self) -> dict[str, Any]:
-        return {"row": self.at}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.at = state["row"]
 
 
 class Stage:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ class Trainer:
 
         Raises DivergedError, and leaves the weights as they are, when the loss or a gradient is not finite.
         """
-        batches = [self._share(self.stream.batch()) for _ in range(self.options.accumulate)]
+        batches = [self._share(self.stream.batch()).to(self.device) for _ in range(self.options.accumulate)]
         # All of a step's tokens count the same, whatever batch they came in.
         count = self._count(batches)
         self.optimiser.zero_grad(set_to_none=True)
@@ -109,9 +109,9 @@ class Trainer:
         self.steps_done += 1
         return {**result, "tokens": count, "norm": values[-1], "lr": share * self.options.lr}
 
-    def held_out(self, rows: Tensor, batch_size: int) -> float:
-        """The student's mean next-token loss in nats over rows of token ids [N, T], as it is now."""
-        return mean_loss(self.objective.student, rows, batch_size)
+    def held_out(self, rows: Batch, batch_size: int) -> float:
+        """The student's mean loss in nats over the targets of rows, as it is now."""
+        return mean_loss(self.objective.student, rows.ids, batch_size, None, rows.positions, rows.targets)
 
     # -- what a resumed run needs --------------------------------------------------------------------------------------
 
@@ -140,13 +140,8 @@ class Trainer:
     # -- the parts of a step -------------------------------------------------------------------------------------------
 
     def _share(self, batch: Batch) -> Batch:
-        """What this process computes on, on its device."""
-        return replace(
-            batch,
-            ids=batch.ids.to(self.device),
-            positions=batch.positions.to(self.device),
-            targets=batch.targets.to(self.device),
-        )
+        """What this process computes on."""
+        return batch
 
     def _count(self, batches: list[Batch]) -> int:
         """Predicted tokens of a step, at least 1 to divide by."""

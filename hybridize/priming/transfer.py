@@ -7,7 +7,7 @@ output projection is solved by regularised least squares: this replaces the firs
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from hybridize.hybrid.model import mixers
-from hybridize.hybrid.walk import attention_input, capture_layer_inputs, run_layer, token_weights
+from hybridize.hybrid.walk import attention_input, layer_inputs, run_layer, token_weights
 from hybridize.mixers.base import Mixer, StateSpaceMixer
+from hybridize.mixers.tokens import token_layout
+from hybridize.priming.batches import Batch
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def _value_weight(mixer: Mixer) -> Tensor:
 def fit_start(
     source: Any,
     hybrid: Any,
-    batches: list[Tensor],
+    rows: Sequence[Tensor | Batch],
     options: StartOptions,
     advance: Callable[[int], None] | None = None,
 ) -> dict[int, float]:
@@ -110,21 +112,27 @@ def fit_start(
         set_start(mixer, options)
     if not (options.calibrate or options.solve):
         return {}
-    theirs, arguments = capture_layer_inputs(source.base_model, batches)
-    ours = theirs
+    batches = [Batch.of(batch) for batch in rows]
+    inputs = [layer_inputs(source.base_model, batch.ids, batch.positions) for batch in batches]
+    layouts = [{"token_layout": token_layout(None, batch.positions, False)} for batch in batches]
+    theirs = ours = [hidden for hidden, _ in inputs]
     apart = False  # whether a converted layer came before, so that the hybrid's hidden states differ from the source's
     errors: dict[int, float] = {}
     for i, layer in enumerate(source.base_model.layers[: max(chosen) + 1]):
-        kwargs, twin = arguments[i], hybrid.base_model.layers[i]
-        runs = [run_layer(layer, hidden, kwargs) for hidden in theirs]
+        twin = hybrid.base_model.layers[i]
+        kwargs = [arguments[i] | layout for (_, arguments), layout in zip(inputs, layouts, strict=True)]
+        runs = [run_layer(layer, hidden, given) for hidden, given in zip(theirs, kwargs, strict=True)]
         if i in chosen:
-            pairs = _Pairs(chosen[i], twin, kwargs, theirs, ours, [output for _, output in runs])
+            real = [batch.real[..., None] for batch in batches]
+            pairs = _Pairs(chosen[i], twin, kwargs, real, theirs, ours, [output for _, output in runs])
             errors[i] = _fit(chosen[i], pairs, options)
             apart = options.follow
         theirs, before = [out for out, _ in runs], ours
-        ours = [run_layer(twin, hidden, kwargs)[0] for hidden in before] if apart else theirs
+        ours = theirs
+        if apart:
+            ours = [run_layer(twin, hidden, given)[0] for hidden, given in zip(before, kwargs, strict=True)]
         if advance is not None:
-            advance(sum(ids.numel() for ids in batches))
+            advance(sum(batch.ids.numel() for batch in batches))
     return errors
 
 
@@ -134,17 +142,19 @@ class _Pairs:
 
     mixer: Mixer
     twin: Any
-    kwargs: dict[str, Any]
+    kwargs: list[dict[str, Any]]
+    real: list[Tensor]
     theirs: list[Tensor]
     ours: list[Tensor]
     outputs: list[Tensor]
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        for hidden_t, hidden_s, output in zip(self.theirs, self.ours, self.outputs, strict=True):
-            given = attention_input(self.twin, hidden_s, self.kwargs)
-            features = self.mixer.features(given, self.kwargs.get("position_embeddings"))
+        batches = zip(self.kwargs, self.real, self.theirs, self.ours, self.outputs, strict=True)
+        for kwargs, real, hidden_t, hidden_s, output in batches:
+            given = attention_input(self.twin, hidden_s, kwargs)
+            features = self.mixer.features(given, kwargs.get("position_embeddings"), kwargs["token_layout"])
             # The residual stream behind attention should stand where the source's stands.
-            yield features, output + (hidden_t - hidden_s), token_weights(hidden_t, output)
+            yield features, output + (hidden_t - hidden_s), token_weights(hidden_t, output) * real
 
 
 def _fit(mixer: Mixer, pairs: _Pairs, options: StartOptions) -> float:

@@ -21,9 +21,12 @@ def head_logits(model: Any, hidden: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def token_losses(model: Any, ids: Tensor) -> Tensor:
-    """Negative log-likelihood in nats of tokens 1..T-1 of each row, fp32 [B, T-1]; ids [B, T]."""
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+def token_losses(model: Any, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Negative log-likelihood in nats of tokens 1..T-1 of each row, fp32 [B, T-1]; ids [B, T].
+
+    positions [B, T] start at 0 at every document of a row.
+    """
+    hidden = model.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[:, :-1]
     targets = ids[:, 1:].flatten()
     losses = [
         F.cross_entropy(head_logits(model, rows), wanted, reduction="none")
@@ -33,12 +36,25 @@ def token_losses(model: Any, ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def mean_loss(model: Any, rows: Tensor, batch_size: int, advance: Callable[[int], None] | None = None) -> float:
-    """Mean loss in nats per token over rows of token ids [N, T]; advance(tokens) is called after each batch."""
+def mean_loss(
+    model: Any,
+    rows: Tensor,
+    batch_size: int,
+    advance: Callable[[int], None] | None = None,
+    positions: Tensor | None = None,
+    targets: Tensor | None = None,
+) -> float:
+    """Mean loss in nats per token over rows of token ids [N, T]; advance(tokens) is called after each batch.
+
+    Of packed rows, positions [N, T] start at 0 at every document, and targets [N, T] are the tokens that count.
+    """
     device = model.get_input_embeddings().weight.device
+    targets = torch.ones_like(rows, dtype=torch.bool) if targets is None else targets
     total, count = 0.0, 0
-    for ids in rows.split(batch_size):
-        losses = token_losses(model, ids.to(device))
+    for start in range(0, len(rows), batch_size):
+        part = slice(start, start + batch_size)
+        ids, where = rows[part], None if positions is None else positions[part].to(device)
+        losses = token_losses(model, ids.to(device), where)[targets[part, 1:].to(device)]
         total += losses.double().sum().item()
         count += losses.numel()
         if advance is not None:

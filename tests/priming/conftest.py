@@ -23,7 +23,8 @@ def prime(place, tmp_path, capfd):
     """Run prime; returns (exit code, parsed JSON or None, stderr)."""
 
     def run(*arguments, model=True):
-        words = ["prime", *([str(place / "source")] if model else []), *SMALL, "--data", str(place / "text")]
+        data = [] if "--data" in arguments else ["--data", str(place / "text")]
+        words = ["prime", *([str(place / "source")] if model else []), *SMALL, *data]
         code = main([*words, "--workspace", str(tmp_path / "runs"), "--json", *map(str, arguments)])
         out, err = capfd.readouterr()
         return code, json.loads(out) if out.strip() else None, err

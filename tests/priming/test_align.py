@@ -9,6 +9,7 @@ from hybrid_cases import GKA, source, tokens
 import hybridize
 from hybridize.hybrid.model import mixers
 from hybridize.priming.align import Aligner, AlignOptions, DivergedError
+from hybridize.priming.batches import Batch
 
 PATTERN = "GDN-*-GKA"
 
@@ -75,6 +76,26 @@ def test_one_step_has_the_gradients_of_the_stated_loss(case, follow):
             assert (p.grad is None) == (grad is None), name
             if grad is not None:
                 torch.testing.assert_close(p.grad, grad, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("follow", [False, True])
+@pytest.mark.parametrize("pattern", ["GKA-*-GDN-*", "M2-*-SWA-*"])
+def test_packed_and_padded_documents_count_as_they_do_alone(pattern, follow):
+    apart, together = (pair(pattern=pattern) for _ in range(2))
+    ids = tokens(2, 24)
+    first = Aligner(*apart, AlignOptions(follow=follow), 10)
+    second = Aligner(*together, AlignOptions(follow=follow), 10)
+    place = torch.arange(24)
+    padding = torch.arange(6)
+    row = torch.cat([*ids, torch.zeros_like(padding)])[None]
+    positions = torch.cat([place, place, padding])[None]
+    batch = Batch(row, positions, (positions > 0) & (torch.arange(54) < 48))
+    assert second.step(batch) == pytest.approx(first.step(ids), rel=1e-4)
+    for layer, mixer in mixers(apart[1]).items():
+        for (name, p), other in zip(mixer.named_parameters(), mixers(together[1])[layer].parameters(), strict=True):
+            assert (p.grad is None) == (other.grad is None), name
+            if p.grad is not None:
+                torch.testing.assert_close(other.grad, p.grad, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("follow", [False, True])

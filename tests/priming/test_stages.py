@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 
 from hybridize.priming.align import Aligner
 from hybridize.priming.options import PrimeOptions
-from hybridize.priming.stages import RowStream
 from hybridize.priming.trainer import Trainer
 
 ALL = ["--stages", "init,align,distill,adapt", "--layer", "gdn", "--tokens", 1280]
@@ -127,19 +126,26 @@ def test_bad_budgets_and_options(prime, tmp_path, arguments, said):
     assert not list(tmp_path.iterdir())
 
 
-def test_every_stage_goes_on_in_the_text_where_the_last_one_stopped():
-    rows = torch.arange(10)[:, None].expand(10, 4)
-    stream = RowStream(rows, 4, 8)
-    first = stream.batch()
-    assert first.ids[:, 0].tolist() == [8, 9, 0, 1]
-    assert first.positions.tolist() == [[0, 1, 2, 3]] * 4 and first.targets.tolist() == [[False, True, True, True]] * 4
-    saved = stream.state()
-    second = stream.batch().ids[:, 0].tolist()
-    stream.load_state(saved)
-    assert stream.batch().ids[:, 0].tolist() == second == [2, 3, 4, 5]
+def test_every_stage_goes_on_in_the_text_where_the_last_one_stopped(prime, tmp_path, monkeypatch):
+    """And baseline reads what adapt has read."""
+    read = {"align": [], "train": []}
+
+    def noting(kind, name, step):
+        def one(self, *arguments):
+            here = self.stream if name == "train" else arguments[0]
+            read[name].append(here.ids.tolist() if name == "align" else here.state()["packer"]["rows"])
+            return step(self, *arguments)
+
+        monkeypatch.setattr(kind, "step", one)
+
+    noting(Aligner, "align", Aligner.step)
+    noting(Trainer, "train", Trainer.step)
+    code, _, err = prime(*ALL, "--baseline")
+    assert code == 0, err
+    assert len({str(ids) for ids in read["align"]}) == 4
+    assert read["train"] == [*range(8, 24, 2), *range(24, 40, 2), *range(24, 40, 2)]
 
 
-def test_tokens_are_split_and_rows_follow_on():
-    options = PrimeOptions("m", "*", "", ("init", "align", "distill", "adapt"), 1000, 8, 8, 10, 2, "d", 0, "o", None)
+def test_tokens_are_split():
+    options = PrimeOptions("m", "*", "", ("init", "align", "distill", "adapt"), 1000, 8, 8, 10, 2, ("d",), 0, "o", None)
     assert [options.steps(name) for name in ("align", "distill", "adapt", "baseline")] == [10, 20, 20, 0]
-    assert [options.first_row(name) for name in ("align", "distill", "adapt", "baseline")] == [0, 20, 60, 60]

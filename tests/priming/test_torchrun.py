@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from priming_case import SMALL
+from data_case import SMOLLM2, make, tokenizer
+from priming_case import SMALL, save_source, save_text
 from transformers import AutoModelForCausalLM
 
 from hybridize.cli import main
@@ -18,6 +19,19 @@ if not dist.is_available():
 
 STAGES = ["--stages", "init,align,distill,adapt", "--layer", "gdn", "--tokens", "1280", "--baseline"]
 MORE = ["--evaluate-every", "128", "--kl", "0.2", "--recompute", "--prompts", "2", "--batch-size", "2"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Texts and conversations, and a source for so few positions that little is written."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("prime")
+    tokenizer(SMOLLM2).save_pretrained(save_source(folder / "source", vocab_size=264))
+    config = folder / "source" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 48}))
+    save_text(folder / "text")
+    make("chat", folder)
+    return folder
 
 
 @pytest.fixture
@@ -31,7 +45,11 @@ def torchrun(place, tmp_path, python):
 
 
 def new(place, *arguments):
-    return [str(place / "source"), *SMALL, "--data", str(place / "text"), *STAGES, *MORE, *map(str, arguments)]
+    return [str(place / "source"), *SMALL, *data(place), *STAGES, *MORE, *map(str, arguments)]
+
+
+def data(place):
+    return ["--data", str(place / "text"), "--data", str(place / "chat.jsonl")]
 
 
 def log_of(report):
@@ -62,7 +80,7 @@ def test_two_processes_do_what_one_does(place, tmp_path, torchrun, capfd):
 
 
 def test_a_run_of_one_process_goes_on_in_two(prime, place, tmp_path, torchrun, monkeypatch):
-    words = [*STAGES, *MORE]
+    words = [*data(place), *STAGES, *MORE]
     code, whole, err = prime(*words, "--output", tmp_path / "whole")
     assert code == 0, err
     step = Trainer.step

@@ -172,7 +172,7 @@ def run(folder, steps=12, kill=None, monkeypatch=None, **options):
         write_checkpoint(folder / "checkpoint.pt", one.state())
 
     work = Steps("adapt", one.steps_done, steps, 48, take, save)
-    run_steps(work, folder, folder / "log.jsonl", ["align"], Console(quiet=True))
+    run_steps(work, folder, folder / "log.jsonl", ["align"], Console(quiet=True), False)
     return one
 
 

@@ -6,6 +6,7 @@ from hybrid_cases import GKA, source, tokens
 
 import hybridize
 from hybridize.hybrid.model import mixers
+from hybridize.priming.batches import Batch
 from hybridize.priming.transfer import LeastSquares, StartOptions, fit_start
 
 BATCHES = [tokens(4, 32, seed) for seed in range(3)]
@@ -86,6 +87,22 @@ def test_the_walk_solves_each_layer_given_the_layers_before(case, follow):
             mixers(hybrid)[layer].o_proj.weight.double(), wanted, rtol=2e-3, atol=2e-4, check_dtype=False
         )
         assert errors[layer] == pytest.approx(relative(z, y, wanted), rel=1e-2, abs=1e-4)
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_packed_and_padded_documents_are_fitted_as_they_are_alone(follow):
+    apart, together = (pair("llama", "GDN-M2-GKA-SWA", **GKA) for _ in range(2))
+    options = StartOptions(follow=follow)
+    alone = fit_start(*apart, BATCHES, options)
+    packed = []
+    for ids in BATCHES:
+        row = torch.cat([ids.reshape(2, 64), torch.zeros(2, 5, dtype=torch.long)], 1)
+        positions = torch.cat([torch.arange(32), torch.arange(32), torch.arange(5)]).expand(row.shape)
+        packed.append(Batch(row, positions, (positions > 0) & (torch.arange(69) < 64)))
+    assert fit_start(*together, packed, options) == pytest.approx(alone, rel=1e-3)
+    for layer, mixer in mixers(apart[1]).items():
+        weight = mixers(together[1])[layer].o_proj.weight
+        torch.testing.assert_close(weight, mixer.o_proj.weight, rtol=2e-3, atol=2e-4)
 
 
 def test_calibration_alone_finds_the_best_scale_and_changes_nothing_else():

@@ -1,13 +1,11 @@
-"""Text for the stages: what is read, how it is split and cut, and what is said about text that cannot be used."""
+"""Text for the stages: what is read, how it is cut, and what is said about text that cannot be used."""
 
 import json
 
 import pytest
-import torch
-from priming_case import save_text
 
 from hybridize.errors import DataError
-from hybridize.tasks.text import first_rows, hold_out, prepare, read_documents, token_rows
+from hybridize.tasks.text import first_rows, read_documents
 
 
 class Letters:
@@ -15,67 +13,6 @@ class Letters:
 
     def __call__(self, text, **options):
         return {"input_ids": [ord(letter) for letter in text]}
-
-
-def rows_of(documents, **changes):
-    options = {"context": 8, "tokens": 400, "held_out_tokens": 80, "seed": 3, **changes}
-    return prepare(documents, Letters(), **options)
-
-
-def lettered(count, length=40):
-    """Documents that each repeat one character of their own."""
-    return [(f"{i}.txt", chr(1000 + i) * length) for i in range(count)]
-
-
-def test_no_row_holds_two_documents_and_held_out_documents_are_never_trained_on():
-    rows = rows_of(lettered(60, 45), tokens=10_000, held_out_tokens=10_000)
-    for part in (rows.train, rows.held_out):
-        assert part.dtype == torch.int64 and part.shape[1] == 8
-        assert (part == part[:, :1]).all()
-    train, held = set(rows.train.unique().tolist()), set(rows.held_out.unique().tolist())
-    assert train and held and not train & held
-    assert len(train) + len(held) == 60
-
-
-def test_results_are_chosen_on_other_rows_than_they_are_stated_on():
-    rows = rows_of(lettered(400))
-    assert len(rows.held_out) == 10 and len(rows.choosing) == 2
-    scarce = rows_of([("a", "x" * 400)])  # 20 held-out tokens
-    assert len(scarce.held_out) == len(scarce.choosing) == 1
-    assert len(rows_of([("a", "x" * 200)]).choosing) == 0
-
-
-def test_rows_are_the_same_every_time_and_shuffled_by_the_seed():
-    one, two, other = rows_of(lettered(60)), rows_of(lettered(60)), rows_of(lettered(60), seed=4)
-    assert torch.equal(one.train, two.train) and torch.equal(one.held_out, two.held_out)
-    assert one.fingerprint == two.fingerprint != other.fingerprint
-    assert not torch.equal(one.train, other.train)
-    assert torch.equal(one.held_out, other.held_out)
-
-
-def test_a_small_limit_sees_many_documents():
-    rows = token_rows(lettered(9, 40), Letters(), 8, 8 * 10)
-    assert len(rows) == 10 and len(rows.unique()) == 3
-
-
-def test_the_split_does_not_depend_on_where_the_folder_is(tmp_path):
-    splits = []
-    for place in ("here", "there"):
-        (tmp_path / place).mkdir()
-        save_text(tmp_path / place / "text")
-        splits.append(rows_of(read_documents(tmp_path / place / "text")))
-    assert splits[0].fingerprint == splits[1].fingerprint
-
-
-def test_a_lone_document_gives_its_end():
-    train, held = hold_out([("a", "x" * 95 + "y" * 5)])
-    assert train == [("a", "x" * 95)] and [text for _, text in held] == ["y" * 5]
-
-
-def test_the_longest_of_a_few_documents_gives_its_end():
-    documents = [("a", "x" * 100), ("b", "short")]
-    train, held = hold_out(documents, share=10**9)
-    assert sorted(text for _, text in train) == ["short", "x" * 99] and len(held) == 1
 
 
 def test_jsonl_is_one_document_a_line(tmp_path):
@@ -103,15 +40,15 @@ def test_a_folder_is_read_in_order_with_what_lies_below_it(tmp_path):
         ("a.jsonl", b'{"text": "x"', "Line 1 of"),
         ("a.jsonl", b'{"text": null}', "Line 1 of"),
         ("a.jsonl", b'["text"]', "Line 1 of"),
-        ("a.txt", b"short", "No held-out document is as long as one row of 8 tokens"),
-        ("a.txt", b"", "No held-out document"),
-        ("a.jsonl", b"", "There is no text"),
+        ("a.txt", b"short", "No document is as long as one row of 8 tokens, the longest has 5"),
+        ("a.txt", b"", "No document is as long"),
+        ("a.jsonl", b"", "No document is as long"),
     ],
 )
 def test_unusable_text(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=said):
-        rows_of(read_documents(tmp_path / name))
+        first_rows(read_documents(tmp_path / name), Letters(), 8, 3)
 
 
 def test_missing_and_empty_places(tmp_path):

@@ -53,7 +53,9 @@ def small(folder: Path) -> argparse.Namespace:
     words_only.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words_only, unk_token="<unk>").save_pretrained(folder / "model")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
-    LlamaForCausalLM(LlamaConfig(vocab_size=97, num_hidden_layers=4, **sizes)).save_pretrained(folder / "model")
+    # Weights as large as trained ones, so that attention is no plain mean and its layers differ.
+    config = LlamaConfig(vocab_size=97, num_hidden_layers=4, initializer_range=0.3, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
     for name in ("train", "held"):
         (folder / f"{name}.txt").write_text(" ".join(random.Random(name).choices(words, k=3000)))
     return argparse.Namespace(

@@ -21,8 +21,13 @@ def command(
     ctx: typer.Context,
     model: options.Model = None,
     method: Annotated[
-        str, typer.Option("--method", help="What to measure, of swa, hankel, retrieval and mixer: swa,hankel.")
-    ] = "swa",
+        str | None,
+        typer.Option(
+            "--method",
+            help="What to measure, of hankel, swa, retrieval and mixer: hankel,swa. Default: hankel, which takes one "
+            "pass of the model and selects best of all scores of single layers; mixer, with --select greedy.",
+        ),
+    ] = None,
     window: Annotated[
         str | None,
         typer.Option(
@@ -75,7 +80,7 @@ def command(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Score each attention layer by what is lost when it alone sees a short window, and select the layers to convert.
+    """Score each attention layer by how much of the past it carries into the future, and select the layers to convert.
 
     A higher score means more is lost; the lowest are selected. hybridize prime takes the selection.
 
@@ -111,7 +116,7 @@ def command(
     }
     settings: dict[str, Any] = {
         **selection,
-        "methods": _words(method),
+        "methods": None if method is None else _words(method),
         "windows": options.integers("--window", window, "64,512"),
         "sinks": SINKS if sinks else 0,
         "context": context,

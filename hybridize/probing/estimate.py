@@ -90,19 +90,22 @@ def need(model: Any, options: ProbeOptions, amount: Amount, dtype: torch.dtype, 
     layers, hidden = config.num_hidden_layers, config.hidden_size
     body = sum(p.numel() for p in model.base_model.layers.parameters())
     heads, kv_heads, dim = geometry(config)
-    tokens = amount.text + amount.answers
-    at_once = min(batch_tokens(device, options.context), max(amount.text, amount.answers))
+    changes = len(options.windows) if {"swa", "retrieval"} & set(options.methods) else 0
+    changes += MIXER in options.methods
+    read = min(HANKEL_ROWS * options.context, amount.text) if "hankel" in options.methods else 0  # row by row
+    tokens = amount.text + amount.answers if changes else read
+    at_once = (
+        min(batch_tokens(device, options.context), max(amount.text, amount.answers)) if changes else options.context
+    )
     # What takes most: the MLP's three activations, q, k, v three times (rotary makes copies), or the norms in fp32,
     # beside the residual stream, its norm and the layer's output; or the logits of one chunk in fp32, six times.
     widest = max(3 * config.intermediate_size, 3 * (heads + 2 * kv_heads) * dim, 8 * hidden // dtype.itemsize)
     layer = at_once * dtype.itemsize * (3 * hidden + widest)
     kept = 4 * min(KEPT, amount.scored * config.vocab_size)
-    logits = 6 * 4 * min(LOGITS, at_once * config.vocab_size)
+    logits = 6 * 4 * min(LOGITS, at_once * config.vocab_size) if changes else 0
     blocks, hankel = _hankel_need(options, heads) if "hankel" in options.methods else (0, 0)
     work = int(_SLACK * max(layer + kept, logits + kept, blocks))
-    changes = len(options.windows) if {"swa", "retrieval"} & set(options.methods) else 0
-    changes += MIXER in options.methods
-    passes = 2 + changes * (layers + 1) / 2
+    passes = read / tokens + (2 + changes * (layers + 1) / 2 if changes else 0)
     if MIXER in options.methods:
         passes += 2 * FIT_TOKENS / tokens
     if options.select == "greedy":

@@ -39,8 +39,9 @@ class Amount:
     def expected(options: ProbeOptions) -> Amount:
         """As much as is asked for, if there is as much text."""
         rows = options.sequences if options.reads_text else 0
+        swept = rows if {"swa", MIXER} & set(options.methods) else 0
         items = len(TASKS) * DEPTHS * options.items if "retrieval" in options.methods else 0
-        scored = rows * min(SCORED_PER_ROW, options.context // 2) + items * len(options.lengths) * _ANSWER
+        scored = swept * min(SCORED_PER_ROW, options.context // 2) + items * len(options.lengths) * _ANSWER
         return Amount(rows * options.context, items * sum(options.lengths), scored)
 
 

@@ -51,7 +51,7 @@ def qwen():
         vocab_size=151_936,
         tie_word_embeddings=False,
     )
-    options = make_options(config, "Qwen/Qwen3-8B")
+    options = make_options(config, "Qwen/Qwen3-8B", methods=["swa"])
     return on_meta(config, LayerPlan.from_layers(36, [0], "gka"), {})[0], options
 
 

@@ -27,8 +27,24 @@ def lowest(layers, count):
     return sorted(sorted(range(len(layers)), key=lambda n: layers[n]["score"])[:count])
 
 
+def test_the_default_is_the_hankel_rank_or_a_mixer_where_layers_are_chosen_together(command, place):
+    words = ["probe", place / "source", "--context", 64, "--sequences", 6, "--data", place / "text", "--device", "cpu"]
+    code, report, err = command(*words)
+    assert code == 0, err
+    assert (report["methods"], report["selected"]["by"], report["base"]) == (["hankel"], "hankel", {})
+    for layer in report["layers"]:
+        assert layer["score"] == layer["hankel"]["no_sinks"]["rank"]["mean"]
+    assert report["selected"]["layers"] == lowest(report["layers"], 2)
+    _, plan, _ = command(*words, "--dry-run")
+    assert (plan["tokens"], plan["forward_passes"]) == (4 * 64, 1)  # of four rows
+    _, more, _ = command(*words, "--dry-run", "--method", "hankel,swa")
+    assert more["tokens"] == 6 * 64 and more["work_bytes"] > plan["work_bytes"]
+    assert command(*words, "--dry-run", "--select", "greedy")[1]["methods"] == ["mixer"]
+
+
 def test_reports_every_layer_and_selects_the_lowest(probe, place, tmp_path):
-    code, report, err = probe("--method", "hankel,swa", "--window", "8,20", "--ratio", "0.25", "--layer", "gdn")
+    words = ["--window", "8,20", "--ratio", "0.25", "--layer", "gdn"]
+    code, report, err = probe("--method", "hankel,swa", "--by", "swa", *words)
     assert code == 0, err
     assert report["model"] == str(place / "source")
     assert (report["context"], report["window"], report["windows"]) == (64, 8, [8, 20])
@@ -101,7 +117,7 @@ def test_a_loaded_model_and_texts_leave_no_files(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model, tokenizer = hybridize.load(place / "source", dtype="float32", device="cpu")
     texts = [path.read_text() for path in sorted((place / "text").iterdir())]
-    report = hybridize.probe(model, tokenizer, texts, context=64, sequences=3, windows=[8])
+    report = hybridize.probe(model, tokenizer, texts, methods=["swa"], context=64, sequences=3, windows=[8])
     assert list(report.base) == ["text"] and report.base["text"]["rows"] == 3
     assert report.select(0.5).layers == lowest(report.layers, 2)
     assert str(report.select(0.25, kind="swa")).count("SWA") == 1

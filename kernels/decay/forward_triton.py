@@ -68,12 +68,12 @@ def prepare_gates(g: Tensor, w: Tensor, table: ChunkTable, scale: float) -> Gate
     return Gates(c, kept, lead)
 
 
-def scan_configs(programs: int, k: int, v: int) -> list[Config]:
+def scan_configs(programs: int, k: int, v: int, stages: tuple[int, ...]) -> list[Config]:
     """Return blocks of 64x64, or narrower ones when there are few sequences and heads to share the work."""
     bk, bv = min(64, product_tile(k)), min(64, product_tile(v))
     while bv > 16 and programs * triton.cdiv(k, bk) * triton.cdiv(v, bv) < BUSY:
         bv //= 2
-    return [{"BK": bk, "BV": bv, "num_warps": 4, "num_stages": stages} for stages in (4, 2, 1)]
+    return [{"BK": bk, "BV": bv, "num_warps": 4, "num_stages": n} for n in stages]
 
 
 class Scan(NamedTuple):
@@ -129,7 +129,8 @@ def scan(forwards: Scan, c: Tensor, table: ChunkTable, backwards: Scan | None = 
     a, b, factor, first, states, last = forwards.pointers()
     args = (a, b, factor, c, first, states, last, table.seq_start, table.chunk_start, *forwards.strides())
     grid = lambda meta: (programs * triton.cdiv(k, meta["BK"]) * triton.cdiv(v, meta["BV"]),)
-    configs = scan_configs(programs, k, v)
+    # Both ways there are two programs on each processor, and three stages of both fit its shared memory.
+    configs = scan_configs(programs, k, v, (4, 2, 1) if backwards is None else (3, 2, 1))
     if backwards is None:
         launch(scan_kernel, grid, configs, *args, **shared)
         return

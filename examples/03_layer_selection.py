@@ -24,9 +24,8 @@ from hybridize.console import Console
 from hybridize.devices import pick_device
 from hybridize.hybrid.model import mixers
 from hybridize.hybrid.plan import LayerPlan
-from hybridize.priming.align import Aligner, AlignOptions
 from hybridize.priming.transfer import StartOptions, fit_start
-from hybridize.probing.fitted import fitted_mixers, in_place
+from hybridize.probing.fitted import align_mixers, fitted_hybrid, in_place
 from hybridize.probing.hankel import HankelOptions, hankel_score, hankel_sweep
 from hybridize.probing.joint import greedy
 from hybridize.probing.options import state_window
@@ -69,19 +68,11 @@ def read_rows(path: Path, tokenizer: Any, context: int, count: int) -> Tensor:
     return first_rows(read_documents(path), tokenizer, context, count)
 
 
-def aligned(model: Any, kind: str, rows: Tensor, batch: int, lr: float, console: Console) -> dict[int, Any]:
-    """Mixers for all layers, fitted and aligned on rows [N, T], a batch of rows a step."""
-    count = model.config.num_hidden_layers
-    hybrid = hybridize.convert(model, LayerPlan.from_layers(count, range(count), kind), share=True)
-    batches = list(rows.to(model.device).split(batch))
-    batches = [ids for ids in batches if len(ids) == batch]
-    fit_start(model, hybrid, batches[: max(1, 65_536 // batches[0].numel())], StartOptions())
-    aligner = Aligner(model, hybrid, AlignOptions(lr=lr), len(batches))
-    with console.progress("Align all layers", len(batches), "step") as tracker:
-        for ids in batches:
-            errors = aligner.step(ids)
-            tracker.advance(1, f"relative error {sum(errors.values()) / count:.3f}")
-    hybrid.requires_grad_(False)
+def aligned(model: Any, kind: str, rows: Tensor, lr: float, console: Console) -> dict[int, Any]:
+    """Mixers for all layers, fitted and aligned on rows [N, T]."""
+    hybrid = fitted_hybrid(model, kind, rows[: max(1, 65_536 // rows.shape[1])], 4096)
+    with console.progress("Align all layers", rows.numel(), "token") as tracker:
+        align_mixers(model, hybrid, rows, tracker.advance, lr)
     return mixers(hybrid)
 
 
@@ -207,11 +198,11 @@ def run(chosen: argparse.Namespace) -> None:
     search, fit, rows = rows[: chosen.rows], rows[chosen.rows : 2 * chosen.rows].to(device), rows[2 * chosen.rows :]
     held = read_rows(chosen.held_out, tokenizer, chosen.context, chosen.held_rows)
 
-    trained = aligned(model, chosen.layer, rows, batch, chosen.lr, console)
+    trained = aligned(model, chosen.layer, rows, chosen.lr, console)
     reach = min(state_window(model.config), chosen.context // 4)
     changes = {
         **windows(model, [reach]),
-        "fitted": fitted_mixers(model, chosen.layer, fit, 4 * chosen.context),
+        "fitted": in_place(model, mixers(fitted_hybrid(model, chosen.layer, fit, 4 * chosen.context))),
         "aligned": in_place(model, trained),
     }
     near = windows(model, [min(64, chosen.context // 8)])

@@ -42,6 +42,13 @@ def command(
     context: Annotated[int, typer.Option("--context", help="Tokens per row of text.")] = 2048,
     sequences: Annotated[int, typer.Option("--sequences", help="Rows of text.")] = 8,
     items: Annotated[int, typer.Option("--items", help="Retrieval items for each task, length and depth.")] = 20,
+    align: Annotated[
+        int | None,
+        typer.Option(
+            "--align",
+            help="Tokens that mixers are trained on once they are fitted; 0: none. Default: 200000, if there are.",
+        ),
+    ] = None,
     data: options.Data = "builtin",
     ratio: Annotated[
         float | None, typer.Option("--ratio", help="Share of layers to select, above 0 to 1. Default: 0.5.")
@@ -122,6 +129,7 @@ def command(
         "context": context,
         "sequences": sequences,
         "items": items,
+        "align": align,
         "data": data,
         "seed": seed,
         "dtype": dtype,

@@ -149,9 +149,11 @@ class Aligner:
 def learn_from(mixer: Mixer, given: Tensor, target: Tensor, weights: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """Backward of the weighted relative squared error of mixer(given) into the mixer's parameters; returns it."""
     target = target.detach().float()
+    projection: Any = mixer.o_proj
+    given = given.detach().to(projection.weight.dtype)  # mixers may be in fp32 beside a smaller source
     with torch.enable_grad():
         # Not mixer(...): that would run the hook that called us.
-        output = mixer.o_proj(mixer.features(given.detach(), kwargs.get("position_embeddings")))
+        output = projection(mixer.features(given, kwargs.get("position_embeddings")))
         error = ((output.float() - target).square() * weights).sum()
         loss = error / (target.square() * weights).sum().clamp(min=1e-12)
         loss.backward()

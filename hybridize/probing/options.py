@@ -13,6 +13,7 @@ from hybridize.builtin import BUILTIN, model_name
 from hybridize.errors import CheckpointError, UsageError
 from hybridize.hybrid.plan import check_kind
 from hybridize.mixers.base import geometry
+from hybridize.probing.fitted import ALIGN_TOKENS
 from hybridize.probing.named import parse_scores
 from hybridize.probing.select import share_of
 from hybridize.probing.windowed import SINKS
@@ -30,8 +31,9 @@ class ProbeOptions:
     """Everything that decides a probe's result; kept in its run.json.
 
     windows: of the SWA proxy and of retrieval, the first one gives the scores; sequences: rows of text; items: of
-    retrieval, for each task, length and depth; by: the score that selects; keep: layers that stay attention; select:
-    the lowest scores, or greedy, one layer after another with those before it changed.
+    retrieval, for each task, length and depth; align: tokens that mixers are trained on once they are fitted; by: the
+    score that selects; keep: layers that stay attention; select: the lowest scores, or greedy, one layer after another
+    with those before it changed.
     """
 
     model: str
@@ -42,6 +44,7 @@ class ProbeOptions:
     context: int
     sequences: int
     items: int
+    align: int
     data: str
     ratio: float
     keep: tuple[int, ...]
@@ -93,6 +96,7 @@ def make_options(
     context: int = 2048,
     sequences: int = 8,
     items: int = 20,
+    align: int | None = None,
     data: str | os.PathLike[str] = BUILTIN,
     ratio: float | None = None,
     count: int | None = None,
@@ -115,9 +119,14 @@ def make_options(
         ("sequences", sequences, 1),
         ("items", items, 1),
         ("sinks", sinks, 0),
+        ("align", align or 0, 0),
     ):
         if value < least:
             raise UsageError(f"--{option} is {value}; it must be at least {least}.")
+    if align is not None and MIXER not in methods:
+        raise UsageError(f"--align {align} trains mixers, and none are measured; leave it out, or add --method mixer.")
+    if align is None:
+        align = ALIGN_TOKENS if MIXER in methods else 0
     longest = getattr(config, "max_position_embeddings", None)
     if longest and context > longest:
         raise UsageError(f"--context {context} is more than the {longest} positions that the model was made for.")
@@ -144,6 +153,7 @@ def make_options(
         context=context,
         sequences=sequences,
         items=items,
+        align=align,
         data=BUILTIN if data == BUILTIN else str(Path(data).expanduser().absolute()),
         ratio=share_of(config.num_hidden_layers, ratio, count, keep),
         keep=tuple(sorted(keep)),

@@ -18,11 +18,12 @@ from hybridize.devices import pick_dtype
 from hybridize.errors import CheckpointError, DataError, Interrupted, SourceError, UsageError
 from hybridize.hybrid.families import check_attention, check_config, check_family
 from hybridize.hybrid.memory import on_meta
+from hybridize.hybrid.model import mixers
 from hybridize.hybrid.plan import LayerPlan, check_kind
 from hybridize.hybrid.walk import entry_device
 from hybridize.probing.estimate import Need, Placement, batch_tokens, need, target_of
 from hybridize.probing.finite import check_weights
-from hybridize.probing.fitted import ONE_DEVICE, fitted_mixers
+from hybridize.probing.fitted import FIT_TOKENS, ONE_DEVICE, align_mixers, fitted_hybrid, in_place
 from hybridize.probing.joint import JOINT_TOKENS, greedy
 from hybridize.probing.measure import (
     Amount,
@@ -259,16 +260,32 @@ class _Run:
         return report
 
     def _changes(self, model: Any, fit: torch.Tensor | None, at_once: int) -> dict[str, Change]:
-        """What is done to each layer in turn: the windows, and a mixer fitted on rows `fit`."""
+        """What is done to each layer in turn: the windows, and a mixer fitted and aligned on rows `fit`."""
         options = self.options
         changes: dict[str, Change] = {}
         if {"swa", "retrieval"} & set(options.methods):
             changes |= windows(model, options.windows, options.sinks)
         if fit is not None:
-            total = fit.numel() * model.config.num_hidden_layers
-            with self.console.progress(f"Fit {options.layer} mixers to all layers", total, "token") as tracker:
-                changes[MIXER] = fitted_mixers(model, options.layer, fit, at_once, tracker.advance)
+            changes[MIXER] = in_place(model, mixers(self._mixers(model, fit, at_once)))
         return changes
+
+    def _mixers(self, model: Any, fit: torch.Tensor, at_once: int) -> Any:
+        """A hybrid of mixers; a resumed probe trains them again, to the same weights, rather than keep them."""
+        options = self.options
+        first = fit[: max(1, FIT_TOKENS // options.context)]
+        total = first.numel() * model.config.num_hidden_layers
+        with self.console.progress(f"Fit {options.layer} mixers to all layers", total, "token") as tracker:
+            hybrid = fitted_hybrid(model, options.layer, first, at_once, tracker.advance)
+        if options.align:
+            if fit.numel() <= options.align - options.context:
+                self.console.note(
+                    f"Mixers are aligned on {fit.numel():,} tokens, which is all the text apart from what is measured "
+                    f"on: fewer than {options.align:,}."
+                )
+            some = fit[: max(1, options.align // options.context)]
+            with self.console.progress("Align the mixers", some.numel(), "token") as tracker:
+                align_mixers(model, hybrid, some, tracker.advance)
+        return hybrid
 
     def _sweep(self, model: Any, batches: list[Scored], changes: dict[str, Change]) -> dict[str, dict[str, float]]:
         options, count = self.options, model.config.num_hidden_layers

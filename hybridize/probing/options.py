@@ -116,6 +116,8 @@ def make_options(
     ):
         if value < least:
             raise UsageError(f"--{option} is {value}; it must be at least {least}.")
+    if not 0 <= seed < 2**63:
+        raise UsageError(f"--seed is {seed}; it must be at least 0 and below 2**63.")
     longest = getattr(config, "max_position_embeddings", None)
     if longest and context > longest:
         raise UsageError(f"--context {context} is more than the {longest} positions that the model was made for.")

@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import hybridize
 from hybridize.errors import WorkspaceError, explain
-from hybridize.workspace import INDEX, Workspace, atomic_folder, check_disk_space, write_json, write_text
+from hybridize.workspace import INDEX, Workspace, atomic_folder, check_disk_space, locked, write_json, write_text
 
 
 def test_last(tmp_path: Path) -> None:
@@ -186,3 +187,28 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         write_text(tmp_path / "probe.json", "{}")
     assert f"disk is full at {tmp_path / 'probe.json'}" in str(explain(raised.value))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_that_record_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
+    """Threads stand for them: each opens the folder for itself, and that is what holds a lock."""
+
+    def work(number: int) -> Path:
+        own = Workspace(tmp_path / "runs")
+        folder = own.make_run_folder("a")
+        for turn in range(5):
+            own.record("probe", f"{number}-{turn}")
+        return folder
+
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(work, range(8)))
+    assert len(set(folders)) == 8 and all(folder.is_dir() for folder in folders)
+    found = sorted(entry["value"] for entry in Workspace(tmp_path / "runs").entries())
+    assert found == sorted(f"{number}-{turn}" for number in range(8) for turn in range(5))
+
+
+def test_a_lock_is_refused_or_waited_for(tmp_path: Path) -> None:
+    refused = pytest.raises(WorkspaceError, match="Another process works on")
+    with locked(tmp_path, wait=False), refused, locked(tmp_path, wait=False):
+        pass
+    with locked(tmp_path, wait=True):
+        pass

@@ -106,7 +106,8 @@ def command(
     from hybridize.probing.show import show_report
     from hybridize.probing.windowed import SINKS
 
-    if scores is not None and (unread := options.typed(ctx, _READ_WITH_SCORES)):
+    read_with_scores = _READ_WITH_SCORES - ({"revision"} if model is None else set())
+    if scores is not None and (unread := options.typed(ctx, read_with_scores)):
         raise typer.BadParameter(f"--scores measures nothing, so that it needs no more; leave {', '.join(unread)} out.")
     if resume and dry_run:
         raise typer.BadParameter("--dry-run plans a new probe and --resume goes on with the last; leave one out.")

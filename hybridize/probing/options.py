@@ -123,6 +123,8 @@ def make_options(
     ):
         if value < least:
             raise UsageError(f"--{option} is {value}; it must be at least {least}.")
+    if not 0 <= seed < 2**63:
+        raise UsageError(f"--seed is {seed}; it must be at least 0 and below 2**63.")
     if align is not None and MIXER not in methods:
         raise UsageError(f"--align {align} trains mixers, and none are measured; leave it out, or add --method mixer.")
     if align is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ from hybridize.probing.swa_proxy import Change, Sweep, windows
 from hybridize.sources import Source
 from hybridize.tasks.retrieval import TASKS, measure, summary
 from hybridize.tasks.scored import Scored
-from hybridize.workspace import Workspace, check_place, named_errors, write_json, write_text
+from hybridize.workspace import Workspace, check_place, locked, named_errors, write_json, write_text
 
 
 def probe(
@@ -82,24 +82,25 @@ def probe(
     if model is not None and not isinstance(model, str | os.PathLike):
         check_family(model)
         chosen = make_options(model.config, model.name_or_path or type(model).__name__, **options)
-        folder = place.run_folder(f"{Path(chosen.model).name}-probe") if workspace else None
+        name = f"{Path(chosen.model).name}-probe" if workspace else None
         prepared = prepare(chosen, tokenizer, texts, batch_tokens(entry_device(model), chosen.context))
-        return _Run(chosen, folder, place, console, model.dtype).work(model, prepared)
+        return _Run(chosen, name, place, console, model.dtype).work(model, prepared)
     target = target_of(device, gpu_memory)
+    run: Path | str
     if resume:
-        folder, chosen = _last_run(place, model)
-        console.note(f"Resuming {folder} ({chosen.model}).")
+        run, chosen = _last_run(place, model)
+        console.note(f"Resuming {run} ({chosen.model}).")
         source = open_model(chosen.model, chosen.revision, console.note)
     else:
         source = open_model(model, revision, console.note, place)
-        chosen, folder = _new_run(source, place, target, options)
+        chosen, run = _new_run(source, place, target, options)
     console.note(f"Reading and tokenising text ({'given' if texts is not None else chosen.data}).")
     prepared = prepare(chosen, source.tokenizer, texts, batch_tokens(target, chosen.context))
     _, where = _needed(source, chosen, prepared.amount, target, gpu_memory)
     if where.room is not None or where.lacking:
         (console.warn if where.lacking else console.note)(f"The model will be {where}.")
     loaded = source.load(pick_dtype(chosen.dtype, target), target, where.room)
-    return _Run(chosen, folder, place, console, source.stored_dtype).work(loaded, prepared)
+    return _Run(chosen, run, place, console, source.stored_dtype).work(loaded, prepared)
 
 
 def plan_probe(
@@ -136,17 +137,17 @@ def plan_probe(
 
 def _new_run(
     source: Source, place: Workspace, target: torch.device, options: dict[str, Any]
-) -> tuple[ProbeOptions, Path]:
-    """A new run's options, and its folder, which can be made."""
+) -> tuple[ProbeOptions, str]:
+    """A new run's options, and a name for its folder, which can be made."""
     check_config(source.config)
     name, revision = name_of(source)
     chosen = make_options(source.config, name, revision=revision, **options)
     # Not what another device would choose when the run is resumed there.
     chosen = replace(chosen, dtype=str(pick_dtype(chosen.dtype, target)).removeprefix("torch."))
     origin = source.gguf or source.repository or source.path.name
-    folder = place.run_folder(f"{Path(origin).name.removesuffix('.gguf')}-probe")
-    check_place(folder.absolute(), "--workspace")
-    return chosen, folder
+    run = f"{Path(origin).name.removesuffix('.gguf')}-probe"
+    check_place(place.run_folder(run).absolute(), "--workspace")
+    return chosen, run
 
 
 def _needed(
@@ -197,7 +198,8 @@ def _from_scores(
     report = ProbeReport.of_tasks(name, given, share, by, layer, tuple(sorted(keep)))
     if source is not None:
         report.weigh(source.config, source.stored_dtype)
-    _finish(report, place.run_folder(f"{path.stem}-probe"), place, console)
+    check_place(place.run_folder(f"{path.stem}-probe").absolute(), "--workspace")
+    _finish(report, place.make_run_folder(f"{path.stem}-probe"), place, console)
     return report
 
 
@@ -215,19 +217,21 @@ def _last_run(place: Workspace, model: str | os.PathLike[str] | None) -> tuple[P
     # Not whether the file is there: a kill may have come between it and its entry, which is still to be made then.
     if any(entry["kind"] == "probe" and entry["value"] == report for entry in place.entries()):
         raise UsageError(f"The last probe is finished: its report is {folder / REPORT_FILE}.")
-    return folder, options
+    with locked(folder, wait=False):  # said before the model is loaded; the run takes the lock again
+        return folder, options
 
 
 class _Run:
-    """One probe of a loaded model; with a folder, finished layers are kept there and not measured again.
+    """One probe of a loaded model. run: a name for the folder to keep finished layers in, or that of a run to resume.
 
     stored: the number format of the model's weights, and so of a hybrid's caches, whatever the probe computes in.
     """
 
     def __init__(
-        self, options: ProbeOptions, folder: Path | None, place: Workspace, console: Console, stored: torch.dtype
+        self, options: ProbeOptions, run: Path | str | None, place: Workspace, console: Console, stored: torch.dtype
     ):
-        self.options, self.folder, self.place, self.console = options, folder, place, console
+        self.options, self.run, self.place, self.console = options, run, place, console
+        self.folder: Path | None = None
         self.stored = stored
         self.layers: dict[int, Record] = {}
         self.order: list[int] = []  # chosen so far, by --select greedy
@@ -239,9 +243,12 @@ class _Run:
             check_attention(layer.self_attn, number)
         check_weights(model)
         at_once = batch_tokens(entry_device(model), options.context)
-        self._open(prepared.fingerprint)
         report = ProbeReport.of_options(options, model.config.num_hidden_layers)
-        with self._interruptible(model.config.num_hidden_layers), torch.no_grad():
+        with (
+            self._opened(prepared.fingerprint),
+            self._interruptible(model.config.num_hidden_layers),
+            torch.no_grad(),
+        ):
             if "hankel" in options.methods:
                 self._hankel(model, rows)
             if items:
@@ -331,19 +338,27 @@ class _Run:
 
     # -- files -------------------------------------------------------------------------------------------------------
 
-    def _open(self, text: str) -> None:
-        """Begin the run's folder, or read the layers that are finished in it."""
-        if self.folder is None:
-            return
-        run, log = self.folder / RUN_FILE, self.folder / LAYERS_FILE
-        if not run.exists():
-            write_json(run, {"options": asdict(self.options), "text": text})
-            name = {"model": self.options.model, "revision": self.options.revision}
-            self.place.record("probe-run", self.folder, **name)
-            return
+    @contextmanager
+    def _opened(self, text: str) -> Iterator[None]:
+        """Within the block, the run's folder is this process's: begun, or with the layers read that are finished."""
+        with ExitStack() as stack:
+            if isinstance(self.run, Path):
+                self.folder = self.run
+                stack.enter_context(locked(self.folder, wait=False))
+                self._read(self.folder, text)
+            elif self.run is not None:
+                self.folder = self.place.make_run_folder(self.run)
+                stack.enter_context(locked(self.folder, wait=False))
+                write_json(self.folder / RUN_FILE, {"options": asdict(self.options), "text": text})
+                name = {"model": self.options.model, "revision": self.options.revision}
+                self.place.record("probe-run", self.folder, **name)
+            yield
+
+    def _read(self, folder: Path, text: str) -> None:
+        run, log = folder / RUN_FILE, folder / LAYERS_FILE
         if json.loads(run.read_text("utf-8")).get("text") != text:
             raise CheckpointError(
-                f"The text of {self.options.data} has changed since {self.folder} was begun; start the probe without "
+                f"The text of {self.options.data} has changed since {folder} was begun; start the probe without "
                 "--resume."
             )
         if log.exists():

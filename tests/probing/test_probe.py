@@ -1,6 +1,7 @@
 """`hybridize probe` from the command line to a report that `prime` takes, and everything that can stop it."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -173,6 +174,35 @@ def test_a_stopped_probe_resumes_to_the_same_numbers(probe, tmp_path, monkeypatc
     assert {**report, "report": None} == {**whole, "report": None}
 
 
+def test_two_probes_at_once_do_not_mix(probe, tmp_path, monkeypatch):
+    """The second begins when the first has loaded its model, and again amid its layers."""
+    _, first, _ = probe()
+    _, second, _ = probe("--window", 16)
+    found = []
+    opened, keep = probing_run._Run._opened, probing_run._Run._keep
+
+    def begin(self, text):
+        monkeypatch.setattr(probing_run._Run, "_opened", opened)
+        found.append(probe("--window", 16))
+        return opened(self, text)
+
+    def amid(self, record):
+        keep(self, record)
+        if self.folder.name == "source-probe-4" and record["layer"] == 1:
+            found.append(probe("--resume", model=False))
+            found.append(probe("--window", 16))
+
+    monkeypatch.setattr(probing_run._Run, "_opened", begin)
+    monkeypatch.setattr(probing_run._Run, "_keep", amid)
+    code, report, err = probe()
+    assert code == 0, err
+    assert report["layers"] == first["layers"] and report["report"].endswith("source-probe-4/probe.json")
+    (_, before, _), (refused, _, why), (_, within, _) = found
+    assert before["layers"] == within["layers"] == second["layers"]
+    assert refused == 1 and "Another process works on" in why
+    assert [entry["kind"] for entry in Workspace(tmp_path / "runs").entries()].count("probe") == 5
+
+
 def test_a_resumed_probe_keeps_its_number_format(probe, tmp_path, monkeypatch):
     """The default depends on the device, which may be another one by then."""
     monkeypatch.setattr(probing_run, "swept_layers", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -312,6 +342,9 @@ def test_retrieval_items_are_never_too_short_for_a_question():
         (["--window", "6_4"], 2, "no list of numbers"),
         (["--keep", "1_0"], 2, "no list of numbers"),
         (["--sequences", "0"], 2, "--sequences is 0"),
+        (["--data", ""], 2, "nothing was given"),
+        (["--data", os.devnull], 1, "the longest has 0"),
+        (["--seed", str(2**63)], 2, "below 2**63"),
         (["--select", "best"], 2, "no selection 'best'"),
         (["--select", "greedy", "--method", "hankel"], 2, "by swa or by mixer"),
         (["--method", "mixer", "--sequences", "10000"], 1, "take all there is"),
@@ -335,6 +368,12 @@ def test_refuses_what_cannot_be(probe, tmp_path, monkeypatch, dry, words, exit_c
     assert (code, report) == (exit_code, None), err
     assert part in err and "Traceback" not in err
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_empty_name_is_no_folder(command):
+    for words in (["probe", "", *SMALL], ["probe", "", "--scores", "x.csv"], ["prime", "", "--dry-run"]):
+        code, _, err = command(*words)
+        assert code == 2 and "nothing was given" in err
 
 
 def test_names_the_file_that_is_no_text(probe, tmp_path):

@@ -39,7 +39,13 @@ def command(
     sinks: Annotated[
         bool, typer.Option("--sinks/--no-sinks", help="Keep the first 4 tokens visible behind the window.")
     ] = True,
-    context: Annotated[int, typer.Option("--context", help="Tokens per row of text.")] = 2048,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--context",
+            help="Tokens per row of text. Default: 2048; 1024 for the Hankel rank alone, which is slow on a CPU.",
+        ),
+    ] = None,
     sequences: Annotated[int, typer.Option("--sequences", help="Rows of text.")] = 8,
     items: Annotated[int, typer.Option("--items", help="Retrieval items for each task, length and depth.")] = 20,
     align: Annotated[

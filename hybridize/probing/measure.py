@@ -22,7 +22,7 @@ from hybridize.tasks.retrieval import DEPTHS, TASKS, Item, make_items
 from hybridize.tasks.scored import SCORED_PER_ROW, Scored, score_answers, score_text
 from hybridize.tasks.text import Document, first_rows, read_documents
 
-HANKEL_ROWS = 4  # of text; its statistics hardly differ between rows
+HANKEL_ROWS = 2  # of text; its statistics hardly differ between rows
 Record = dict[str, Any]  # one layer's results: {"layer": 3, "swa": {...}} or a part of them
 _ANSWER = 8  # scored tokens of a retrieval item, about
 

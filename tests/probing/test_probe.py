@@ -37,7 +37,7 @@ def test_the_default_is_the_hankel_rank_or_a_mixer_where_layers_are_chosen_toget
         assert layer["score"] == layer["hankel"]["no_sinks"]["rank"]["mean"]
     assert report["selected"]["layers"] == lowest(report["layers"], 2)
     _, plan, _ = command(*words, "--dry-run")
-    assert (plan["tokens"], plan["forward_passes"]) == (4 * 64, 1)  # of four rows
+    assert (plan["tokens"], plan["forward_passes"]) == (2 * 64, 1)  # of two rows
     _, more, _ = command(*words, "--dry-run", "--method", "hankel,swa")
     assert more["tokens"] == 6 * 64 and more["work_bytes"] > plan["work_bytes"]
     _, plan, _ = command(*words, "--dry-run", "--select", "greedy")
@@ -309,8 +309,15 @@ def test_the_default_window_takes_the_bytes_of_a_state():
     qwen = Qwen3Config(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
     assert state_window(smol) == 384 == 9 * 8 * 64**2 // (3 * 4 * 64)
     assert state_window(qwen) == 1024
-    assert make_options(smol, "m").windows == (384,)
+    assert make_options(smol, "m", methods=["swa"]).windows == (384,)
     assert make_options(smol, "m", context=256).windows == (64,)
+
+
+def test_rows_are_shorter_for_the_hankel_rank_alone_and_never_longer_than_the_model_reads():
+    smol, short = LlamaConfig(), LlamaConfig(max_position_embeddings=512)
+    context = lambda config, **settings: make_options(config, "m", **settings).context
+    assert (context(smol), context(smol, methods=["hankel", "swa"]), context(smol, context=64)) == (1024, 2048, 64)
+    assert (context(short), context(short, methods=["swa"])) == (512, 512)
 
 
 def test_retrieval_items_are_never_too_short_for_a_question():

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import tempfile
@@ -29,6 +30,12 @@ class Workspace:
         self.folder = Path(folder or os.environ.get(VARIABLE) or DEFAULT_FOLDER).expanduser()
         if self.folder.exists() and not self.folder.is_dir():
             raise WorkspaceError(f"The workspace {self.folder} is a file; choose a folder with --workspace.")
+
+    @property
+    def option(self) -> str:
+        """What a command that is to find this workspace must be given: nothing, or ' --workspace FOLDER'."""
+        usual = self.folder.absolute() == Workspace().folder.absolute()
+        return "" if usual else f" --workspace {shlex.quote(str(self.folder))}"
 
     def run_folder(self, name: str) -> Path:
         """A path in the workspace for a new run: the name, made fit for a path, with a number when it is taken."""

@@ -14,7 +14,16 @@ import pytest
 
 import hybridize
 from hybridize.errors import WorkspaceError, explain
-from hybridize.workspace import INDEX, Workspace, atomic_folder, check_disk_space, locked, write_json, write_text
+from hybridize.workspace import (
+    INDEX,
+    VARIABLE,
+    Workspace,
+    atomic_folder,
+    check_disk_space,
+    locked,
+    write_json,
+    write_text,
+)
 
 
 def test_last(tmp_path: Path) -> None:
@@ -212,3 +221,12 @@ def test_a_lock_is_refused_or_waited_for(tmp_path: Path) -> None:
         pass
     with locked(tmp_path, wait=True):
         pass
+
+
+def test_the_option_that_finds_a_workspace_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert Workspace().option == Workspace("hybridize-runs").option == ""
+    assert Workspace("my runs").option == " --workspace 'my runs'"
+    monkeypatch.setenv(VARIABLE, "other")
+    assert Workspace().option == "" and Workspace("hybridize-runs").option == " --workspace hybridize-runs"

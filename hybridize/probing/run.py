@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
@@ -396,7 +397,7 @@ class _Run:
                 raise
             raise Interrupted(
                 f"Stopped with {len(self.layers)} of {count} layers begun; they are kept in {self.folder}: continue "
-                "with hybridize probe --resume."
+                f"with hybridize probe --resume{self.place.option}."
             ) from None
 
 
@@ -404,5 +405,7 @@ def _finish(report: ProbeReport, folder: Path, place: Workspace, console: Consol
     path = folder / REPORT_FILE
     report.write(path)
     place.record("probe", path, model=report.model)
-    which = f"hybridize prime {'' if report.model is None else report.model}".rstrip()
-    console.note(f"The report is {path}." + (f" {which} takes its selection." if report.model else ""))
+    note = f"The report is {path}."
+    if report.model is not None:
+        note += f" hybridize prime {shlex.quote(report.model)}{place.option} takes its selection."
+    console.note(note)

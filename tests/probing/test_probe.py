@@ -160,7 +160,7 @@ def test_a_stopped_probe_resumes_to_the_same_numbers(probe, tmp_path, monkeypatc
             file.write('{"layer": 2, "swa": {"8"')  # cut short
     else:
         code, _, err = probe(*words)
-        assert code == 130 and "2 of 4 layers" in err and "--resume" in err
+        assert code == 130 and "2 of 4 layers" in err and f"--resume --workspace {tmp_path / 'runs'}." in err
     assert not (folder / "probe.json").exists()
     again: list[int] = []
     monkeypatch.setattr(

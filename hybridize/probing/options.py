@@ -23,7 +23,7 @@ SHORTEST_ITEM = 128  # tokens of a retrieval item: the question alone takes abou
 MIXER = "mixer"
 METHODS = ("hankel", "swa", "retrieval", MIXER)  # the first of those measured gives the scores
 SELECTIONS = ("lowest", "greedy")
-# Singular values of one layer and row take 7 s of a CPU core at 1024 tokens, and several times as long at 2048.
+# Singular values of one layer and row take 3 s of a CPU core at 1024 tokens, and several times as long at 2048.
 CONTEXT, HANKEL_CONTEXT = 2048, 1024
 RUN_FILE, LAYERS_FILE, REPORT_FILE = "run.json", "layers.jsonl", "probe.json"
 

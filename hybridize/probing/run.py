@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
@@ -16,13 +15,14 @@ import torch
 from hybridize.builtin import open_model
 from hybridize.console import Console
 from hybridize.devices import pick_dtype
-from hybridize.errors import CheckpointError, DataError, Interrupted, SourceError, UsageError
+from hybridize.errors import CheckpointError, Interrupted, SourceError, UsageError
 from hybridize.hybrid.families import check_attention, check_config, check_family
 from hybridize.hybrid.memory import on_meta
 from hybridize.hybrid.model import mixers
-from hybridize.hybrid.plan import LayerPlan, check_kind
+from hybridize.hybrid.plan import LayerPlan
 from hybridize.hybrid.walk import entry_device
 from hybridize.probing.estimate import Need, Placement, batch_tokens, need, target_of
+from hybridize.probing.external import finish, from_scores
 from hybridize.probing.finite import check_weights
 from hybridize.probing.fitted import FIT_TOKENS, ONE_DEVICE, align_mixers, fitted_hybrid, in_place
 from hybridize.probing.joint import JOINT_TOKENS, greedy
@@ -46,8 +46,7 @@ from hybridize.probing.options import (
     name_of,
 )
 from hybridize.probing.report import ProbeReport
-from hybridize.probing.scores import read_scores
-from hybridize.probing.select import how_many, share_of
+from hybridize.probing.select import how_many
 from hybridize.probing.swa_proxy import Change, Sweep, windows
 from hybridize.sources import Source
 from hybridize.tasks.retrieval import TASKS, measure, summary
@@ -79,7 +78,7 @@ def probe(
     console = console or Console(quiet=True)
     place = Workspace(Path(workspace) if workspace else None)
     if scores is not None:
-        return _from_scores(Path(scores).expanduser(), model, revision, place, console, **options)
+        return from_scores(Path(scores).expanduser(), model, revision, place, console, **options)
     if model is not None and not isinstance(model, str | os.PathLike):
         check_family(model)
         chosen = make_options(model.config, model.name_or_path or type(model).__name__, **options)
@@ -164,46 +163,6 @@ def _needed(
     return needed, where
 
 
-def _from_scores(
-    path: Path,
-    model: str | os.PathLike[str] | None,
-    revision: str | None,
-    place: Workspace,
-    console: Console,
-    *,
-    ratio: float | None = None,
-    count: int | None = None,
-    keep: Sequence[int] = (),
-    by: str | None = None,
-    layer: str = "gka",
-    select: str = "lowest",
-) -> ProbeReport:
-    """A report from task scores measured elsewhere; with a model, for `prime` of that model."""
-    if select != "lowest":
-        raise UsageError(
-            f"--select {select} changes a model's layers, and --scores has their scores only; leave it out."
-        )
-    given = read_scores(path)
-    name = source = None
-    if model is not None:
-        source = open_model(model, revision, console.note, weights=False)
-        check_config(source.config)
-        name, _ = name_of(source)
-        if source.config.num_hidden_layers != len(given.layers):
-            raise DataError(
-                f"{path} scores {len(given.layers)} layers, but {name} has {source.config.num_hidden_layers}: give the "
-                "scores of this model."
-            )
-    check_kind(layer)
-    share = share_of(len(given.layers), ratio, count, keep)
-    report = ProbeReport.of_tasks(name, given, share, by, layer, tuple(sorted(keep)))
-    if source is not None:
-        report.weigh(source.config, source.stored_dtype)
-    check_place(place.run_folder(f"{path.stem}-probe").absolute(), "--workspace")
-    _finish(report, place.make_run_folder(f"{path.stem}-probe"), place, console)
-    return report
-
-
 def _last_run(place: Workspace, model: str | os.PathLike[str] | None) -> tuple[Path, ProbeOptions]:
     entry = place.last("probe-run")
     if entry is None:
@@ -264,7 +223,7 @@ class _Run:
         report.finish([self.layers[number] for number in sorted(self.layers)])
         report.weigh(model.config, self.stored)
         if self.folder is not None:
-            _finish(report, self.folder, self.place, self.console)
+            finish(report, self.folder, self.place, self.console)
         return report
 
     def _changes(self, model: Any, fit: torch.Tensor | None, at_once: int) -> dict[str, Change]:
@@ -399,13 +358,3 @@ class _Run:
                 f"Stopped with {len(self.layers)} of {count} layers begun; they are kept in {self.folder}: continue "
                 f"with hybridize probe --resume{self.place.option}."
             ) from None
-
-
-def _finish(report: ProbeReport, folder: Path, place: Workspace, console: Console) -> None:
-    path = folder / REPORT_FILE
-    report.write(path)
-    place.record("probe", path, model=report.model)
-    note = f"The report is {path}."
-    if report.model is not None:
-        note += f" hybridize prime {shlex.quote(report.model)}{place.option} takes its selection."
-    console.note(note)

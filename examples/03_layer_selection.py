@@ -24,9 +24,8 @@ from hybridize.console import Console
 from hybridize.devices import pick_device
 from hybridize.hybrid.model import mixers
 from hybridize.hybrid.plan import LayerPlan
-from hybridize.priming.align import Aligner, AlignOptions
 from hybridize.priming.transfer import StartOptions, fit_start
-from hybridize.probing.fitted import fitted_mixers, in_place
+from hybridize.probing.fitted import align_mixers, fitted_hybrid, in_place
 from hybridize.probing.hankel import HankelOptions, hankel_score, hankel_sweep
 from hybridize.probing.joint import greedy
 from hybridize.probing.options import state_window
@@ -35,7 +34,7 @@ from hybridize.probing.swa_proxy import Change, Sweep, windows
 from hybridize.probing.windowed import without_masks
 from hybridize.tasks.perplexity import mean_loss
 from hybridize.tasks.retrieval import make_items, measure, summary
-from hybridize.tasks.scored import score_text
+from hybridize.tasks.scored import score_answers, score_text
 from hybridize.tasks.text import first_rows, read_documents
 
 RATIOS = (0.25, 0.5, 0.75)
@@ -53,12 +52,14 @@ def small(folder: Path) -> argparse.Namespace:
     words_only.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words_only, unk_token="<unk>").save_pretrained(folder / "model")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
-    LlamaForCausalLM(LlamaConfig(vocab_size=97, num_hidden_layers=4, **sizes)).save_pretrained(folder / "model")
+    # Weights as large as trained ones, so that attention is no plain mean and its layers differ.
+    config = LlamaConfig(vocab_size=97, num_hidden_layers=4, initializer_range=0.3, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
     for name in ("train", "held"):
         (folder / f"{name}.txt").write_text(" ".join(random.Random(name).choices(words, k=3000)))
     return argparse.Namespace(
         model=folder / "model", data=folder / "train.txt", held_out=folder / "held.txt", layer="gka", context=64,
-        tokens=512, rows=2, held_rows=2, items=0, lr=4e-3, device="cpu", output=None,
+        tokens=512, rows=2, held_rows=2, items=0, lr=4e-3, device="cpu", output=None, joint=True,
     )  # fmt: skip
 
 
@@ -67,20 +68,18 @@ def read_rows(path: Path, tokenizer: Any, context: int, count: int) -> Tensor:
     return first_rows(read_documents(path), tokenizer, context, count)
 
 
-def aligned(model: Any, kind: str, rows: Tensor, batch: int, lr: float, console: Console) -> dict[int, Any]:
-    """Mixers for all layers, fitted and aligned on rows [N, T], a batch of rows a step."""
-    count = model.config.num_hidden_layers
-    hybrid = hybridize.convert(model, LayerPlan.from_layers(count, range(count), kind), share=True)
-    batches = list(rows.to(model.device).split(batch))
-    batches = [ids for ids in batches if len(ids) == batch]
-    fit_start(model, hybrid, batches[: max(1, 65_536 // batches[0].numel())], StartOptions())
-    aligner = Aligner(model, hybrid, AlignOptions(lr=lr), len(batches))
-    with console.progress("Align all layers", len(batches), "step") as tracker:
-        for ids in batches:
-            errors = aligner.step(ids)
-            tracker.advance(1, f"relative error {sum(errors.values()) / count:.3f}")
-    hybrid.requires_grad_(False)
+def aligned(model: Any, kind: str, rows: Tensor, lr: float, console: Console) -> dict[int, Any]:
+    """Mixers for all layers, fitted and aligned on rows [N, T]."""
+    hybrid = fitted_hybrid(model, kind, rows[: max(1, 65_536 // rows.shape[1])], 4096)
+    with console.progress("Align all layers", rows.numel(), "token") as tracker:
+        align_mixers(model, hybrid, rows, tracker.advance, lr)
     return mixers(hybrid)
+
+
+def spearman(scores: Scores) -> list[list[float]]:
+    """Rank correlations of all scores with each other."""
+    found: list[list[float]] = torch.corrcoef(torch.tensor([mean_ranks([x]) for x in scores.values()])).tolist()
+    return found
 
 
 def one_layer(sweep: Sweep, changes: dict[str, Change], statistic: str = "kl") -> Scores:
@@ -109,23 +108,31 @@ def backwards(sweep: Sweep, model: Any, change: Change, count: int) -> list[int]
     return order
 
 
-def selections(
-    scores: Scores, sweep: Sweep, model: Any, changes: dict[str, Change], counts: Sequence[int], console: Console
+def by_scores(
+    scores: Scores, pairs: Sequence[tuple[str, str]], counts: Sequence[int]
 ) -> dict[str, dict[int, list[int]]]:
-    """Selected layers by method and count."""
-    layers = model.config.num_hidden_layers
+    """Layers by score and count, the lowest, of pairs too; to compare, the highest, evenly spaced and random ones."""
+    layers = len(next(iter(scores.values())))
     found = {name: {count: lowest(values, count, ()) for count in counts} for name, values in scores.items()}
     found["uniform"] = {count: evenly_spaced(layers, count, ()) for count in counts}
-    for name in list(changes):
-        worst = [-x for x in scores[name]]
+    for name, values in scores.items():
+        worst = [-x for x in values]
         found[f"reverse {name}"] = {count: lowest(worst, count, ()) for count in counts}
     for seed in range(2):
         draw = random.Random(seed)
         found[f"random {seed}"] = {count: sorted(draw.sample(range(layers), count)) for count in counts}
-    pairs = [("hankel", "fitted"), ("hankel", next(iter(changes)))]
     for pair in pairs:
         ranks = mean_ranks([scores[name] for name in pair])
         found["+".join(pair)] = {count: lowest(ranks, count, ()) for count in counts}
+    return found
+
+
+def together(
+    sweep: Sweep, model: Any, changes: dict[str, Change], counts: Sequence[int], console: Console
+) -> dict[str, dict[int, list[int]]]:
+    """Layers by method and count, one chosen after another with the others as they are by then."""
+    layers = model.config.num_hidden_layers
+    found = {}
     with console.progress("Choose together", 2 * len(changes), "order") as tracker:
         for name, change in changes.items():
             order = greedy(sweep, change, "kl", max(counts), ())
@@ -161,6 +168,9 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--device")
     parser.add_argument("--output", type=Path, help="a JSON file with everything")
+    parser.add_argument(
+        "--no-joint", dest="joint", action="store_false", help="choose no layers together: minutes less"
+    )
     parser.add_argument("--small", action="store_true")
     chosen = parser.parse_args()
     if chosen.small:
@@ -188,11 +198,11 @@ def run(chosen: argparse.Namespace) -> None:
     search, fit, rows = rows[: chosen.rows], rows[chosen.rows : 2 * chosen.rows].to(device), rows[2 * chosen.rows :]
     held = read_rows(chosen.held_out, tokenizer, chosen.context, chosen.held_rows)
 
-    trained = aligned(model, chosen.layer, rows, batch, chosen.lr, console)
-    own = state_window(model.config)
+    trained = aligned(model, chosen.layer, rows, chosen.lr, console)
+    reach = min(state_window(model.config), chosen.context // 4)
     changes = {
-        **windows(model, [min(own, chosen.context // 4)]),
-        "fitted": fitted_mixers(model, chosen.layer, fit, 4 * chosen.context),
+        **windows(model, [reach]),
+        "fitted": in_place(model, mixers(fitted_hybrid(model, chosen.layer, fit, 4 * chosen.context))),
         "aligned": in_place(model, trained),
     }
     near = windows(model, [min(64, chosen.context // 8)])
@@ -201,6 +211,11 @@ def run(chosen: argparse.Namespace) -> None:
         scores = one_layer(sweep, near | changes)
         with without_masks(model.base_model):
             ranks = hankel_sweep(model, search[:2, : min(1024, chosen.context)], HankelOptions())
+        if chosen.items:
+            texts = [text for _, text in read_documents(chosen.data)]
+            asked = make_items(tokenizer, texts, lengths=(512, 1024), per_cell=chosen.items, seed=1)
+            finds = Sweep(model, score_answers(asked, 16_384))
+            scores["retrieval"] = one_layer(finds, {"": changes[str(reach)]}, "loss")[""]
         scores["hankel"] = [hankel_score(ranks[layer]) for layer in range(len(ranks))]
         full = score_text(held, "held out", 16_384, per_row=chosen.context)
         scores["worth"] = one_layer(Sweep(model, full), {"worth": changes["aligned"]}, "loss")["worth"]
@@ -208,9 +223,14 @@ def run(chosen: argparse.Namespace) -> None:
         print("\n| layer | " + " | ".join(names) + " |\n| ---: |" + " ---: |" * len(names))
         for layer, values in enumerate(zip(*scores.values(), strict=True)):
             print(f"| {layer} | " + " | ".join(f"{x:.4f}" for x in values) + " |", flush=True)
+        print("\n| rank correlation | " + " | ".join(names) + " |\n| --- |" + " ---: |" * len(names))
+        for name, row in zip(names, spearman(scores), strict=True):
+            print(f"| {name} | " + " | ".join(f"{x:.2f}" for x in row) + " |", flush=True)
         layers = model.config.num_hidden_layers
         counts = [max(1, round(ratio * layers)) for ratio in RATIOS]
-        found = selections(scores, sweep, model, changes, counts, console)
+        found = by_scores(scores, [("hankel", "fitted"), ("hankel", str(reach))], counts)
+        if chosen.joint:
+            found |= together(sweep, model, changes, counts, console)
         items = []
         if chosen.items:
             texts = [text for _, text in read_documents(chosen.held_out)]

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import tempfile
@@ -30,6 +31,12 @@ class Workspace:
         if self.folder.exists() and not self.folder.is_dir():
             raise WorkspaceError(f"The workspace {self.folder} is a file; choose a folder with --workspace.")
 
+    @property
+    def option(self) -> str:
+        """What a command that is to find this workspace must be given: nothing, or ' --workspace FOLDER'."""
+        usual = self.folder.absolute() == Workspace().folder.absolute()
+        return "" if usual else f" --workspace {shlex.quote(str(self.folder))}"
+
     def run_folder(self, name: str) -> Path:
         """A path in the workspace for a new run: the name, made fit for a path, with a number when it is taken."""
         stem = re.sub(r"[^\w.+-]+", "-", name).strip("-.") or "run"
@@ -39,12 +46,23 @@ class Workspace:
                 return folder
         raise WorkspaceError(f"{self.folder} holds 9,999 runs named {stem}; choose another place with --output.")
 
+    def make_run_folder(self, name: str) -> Path:
+        """The same, made: of two processes that ask at the same time, each gets its own."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            folder = self.run_folder(name)
+            with suppress(FileExistsError):
+                folder.mkdir()
+                return folder
+
     def record(self, kind: str, value: str | Path, **details: Any) -> None:
         """Note that a command used or made `value`; a local path is kept in absolute form."""
         text = str(value.absolute()) if isinstance(value, Path) else value
         entry = {"kind": kind, "value": text, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **details}
-        entries = [*self.entries(), entry][-KEPT:]
-        write_json(self.folder / INDEX, {"format": FORMAT, "entries": entries})
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with locked(self.folder, wait=True):
+            entries = [*self.entries(), entry][-KEPT:]
+            write_json(self.folder / INDEX, {"format": FORMAT, "entries": entries})
 
     def entries(self) -> list[dict[str, Any]]:
         """All entries of the index; WorkspaceError when the file is not one that we wrote."""
@@ -77,34 +95,33 @@ class Workspace:
         return None
 
 
-@contextmanager
-def sole_use(folder: Path) -> Iterator[None]:
-    """Keep other processes from the folder of a run while the block lasts; WorkspaceError where one has it.
+def _bad_index(path: Path, what: str) -> WorkspaceError:
+    return WorkspaceError(f"{path} {what}; move it away (the runs themselves are untouched), or use --workspace.")
 
-    The lock is the system's own, so that it ends with the process, however that ends.
+
+@contextmanager
+def locked(folder: Path, *, wait: bool) -> Iterator[None]:
+    """Within the block, no other process holds this folder's lock; a lock goes when its process does.
+
+    WorkspaceError where another holds it, unless that is to be waited for. Where a system has no such locks, nothing
+    is held.
     """
     try:
         import fcntl
-    except ImportError:  # Windows has no such locks
+    except ImportError:  # Windows
         yield
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
-            raise WorkspaceError(
-                f"Another process is working on the run in {folder}; wait for its end, or stop it and use --resume."
-            ) from None
-        except OSError:
-            pass  # some network file systems have no locks
+            raise WorkspaceError(f"Another process works on {folder}; wait until it has ended, or stop it.") from None
+        except OSError:  # some network file systems
+            pass
         yield
     finally:
         os.close(handle)
-
-
-def _bad_index(path: Path, what: str) -> WorkspaceError:
-    return WorkspaceError(f"{path} {what}; move it away (the runs themselves are untouched), or use --workspace.")
 
 
 def write_bytes(path: Path, data: bytes) -> None:

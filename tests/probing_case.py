@@ -4,7 +4,7 @@ import math
 
 from hybridize.probing.report import ProbeReport
 
-SMALL = ["--context", "64", "--sequences", "4", "--window", "8", "--device", "cpu"]
+SMALL = ["--context", "64", "--sequences", "4", "--window", "8", "--device", "cpu", "--method", "swa"]
 
 
 def made_up_report(by="swa", num_layers=6, keep=(), windows=(8, 20), methods=("swa", "hankel", "retrieval")):

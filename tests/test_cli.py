@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,6 +53,12 @@ def fail(error: BaseException) -> Callable[[], None]:
     return body
 
 
+def processor_time() -> float:
+    """Seconds of processor time of all processes that have ended: other work on the machine does not count."""
+    used = os.times()
+    return used.children_user + used.children_system
+
+
 def test_help_is_fast_and_needs_neither_torch_nor_transformers(python: Python) -> None:
     code = (
         "import sys; from hybridize.cli import main; code = main(['--help'])\n"
@@ -62,9 +67,9 @@ def test_help_is_fast_and_needs_neither_torch_nor_transformers(python: Python) -
     )
     times = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = processor_time()
         done = python("-c", code)
-        times.append(time.perf_counter() - start)
+        times.append(processor_time() - start)
         assert done.returncode == 0, done.stderr
         assert "Usage: hybridize" in done.stdout
     assert min(times) < 0.3, f"--help took {min(times):.2f} s"

@@ -7,13 +7,23 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import hybridize
 from hybridize.errors import WorkspaceError, explain
-from hybridize.workspace import INDEX, Workspace, atomic_folder, check_disk_space, sole_use, write_json, write_text
+from hybridize.workspace import (
+    INDEX,
+    VARIABLE,
+    Workspace,
+    atomic_folder,
+    check_disk_space,
+    locked,
+    write_json,
+    write_text,
+)
 
 
 def test_last(tmp_path: Path) -> None:
@@ -175,8 +185,8 @@ def test_a_run_is_worked_on_by_one_process_until_it_ends_or_is_killed(tmp_path: 
     pytest.importorskip("fcntl", reason="the system has no such locks")
     code = (
         "import sys, time, pathlib\n"
-        "from hybridize.workspace import sole_use\n"
-        "with sole_use(pathlib.Path(sys.argv[1])):\n"
+        "from hybridize.workspace import locked\n"
+        "with locked(pathlib.Path(sys.argv[1]), wait=False):\n"
         "    print('working', flush=True)\n"
         "    time.sleep(60)\n"
     )
@@ -184,11 +194,12 @@ def test_a_run_is_worked_on_by_one_process_until_it_ends_or_is_killed(tmp_path: 
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as worker:
         assert worker.stdout is not None and worker.stdout.readline() == "working\n"
-        with pytest.raises(WorkspaceError, match="Another process is working on the run in"), sole_use(tmp_path):
+        refused = pytest.raises(WorkspaceError, match="Another process works on")
+        with refused, locked(tmp_path, wait=False):
             pass
         worker.send_signal(signal.SIGKILL)
     for _ in range(2):
-        with sole_use(tmp_path):
+        with locked(tmp_path, wait=False):
             pass
     assert list(tmp_path.iterdir()) == []
 
@@ -208,3 +219,37 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         write_text(tmp_path / "probe.json", "{}")
     assert f"disk is full at {tmp_path / 'probe.json'}" in str(explain(raised.value))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_that_record_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
+    """Threads stand for them: each opens the folder for itself, and that is what holds a lock."""
+
+    def work(number: int) -> Path:
+        own = Workspace(tmp_path / "runs")
+        folder = own.make_run_folder("a")
+        for turn in range(5):
+            own.record("probe", f"{number}-{turn}")
+        return folder
+
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(work, range(8)))
+    assert len(set(folders)) == 8 and all(folder.is_dir() for folder in folders)
+    found = sorted(entry["value"] for entry in Workspace(tmp_path / "runs").entries())
+    assert found == sorted(f"{number}-{turn}" for number in range(8) for turn in range(5))
+
+
+def test_a_lock_is_refused_or_waited_for(tmp_path: Path) -> None:
+    refused = pytest.raises(WorkspaceError, match="Another process works on")
+    with locked(tmp_path, wait=False), refused, locked(tmp_path, wait=False):
+        pass
+    with locked(tmp_path, wait=True):
+        pass
+
+
+def test_the_option_that_finds_a_workspace_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert Workspace().option == Workspace("hybridize-runs").option == ""
+    assert Workspace("my runs").option == " --workspace 'my runs'"
+    monkeypatch.setenv(VARIABLE, "other")
+    assert Workspace().option == "" and Workspace("hybridize-runs").option == " --workspace hybridize-runs"

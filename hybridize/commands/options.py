@@ -23,6 +23,13 @@ def one_of(*names: str) -> Callable[[str | None], str | None]:
     return check
 
 
+def not_empty(value: str | None) -> str | None:
+    """A callback that refuses '', as of a shell variable that is not set: as a path it is the working folder."""
+    if value is not None and not value.strip():
+        raise typer.BadParameter("nothing was given; give a name, or leave it out.")
+    return value
+
+
 def integers(option: str, text: str | None, example: str) -> list[int] | None:
     """The numbers of '1,3,5'; None for an option that was not given."""
     if text is None:
@@ -42,7 +49,11 @@ def _device(value: str | None) -> str | None:
 
 Model = Annotated[
     str | None,
-    typer.Argument(metavar="MODEL", help="A model folder, a GGUF file, or a repository on the Hugging Face Hub."),
+    typer.Argument(
+        metavar="MODEL",
+        callback=not_empty,
+        help="A model folder, a GGUF file, or a repository on the Hugging Face Hub.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Leave out progress and notes.")]
@@ -83,7 +94,10 @@ Output = Annotated[
 Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a repository on the Hub.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the last run of this kind where it stopped.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, and write nothing.")]
-Data = Annotated[str, typer.Option("--data", help="A text file, a JSONL file, a folder of them, or builtin.")]
+Data = Annotated[
+    str,
+    typer.Option("--data", callback=not_empty, help="A text file, a JSONL file, a folder of them, or builtin."),
+]
 Layer = Annotated[
     str,
     typer.Option("--layer", callback=one_of(*TOKENS), help="What a layer becomes: gka, gdn, mamba2 or swa."),

@@ -21,8 +21,13 @@ def command(
     ctx: typer.Context,
     model: options.Model = None,
     method: Annotated[
-        str, typer.Option("--method", help="What to measure, of swa, hankel, retrieval and mixer: swa,hankel.")
-    ] = "swa",
+        str | None,
+        typer.Option(
+            "--method",
+            help="What to measure, of hankel, swa, retrieval and mixer: hankel,swa. Default: hankel, which takes one "
+            "pass of the model and selects best of all scores of single layers; mixer, with --select greedy.",
+        ),
+    ] = None,
     window: Annotated[
         str | None,
         typer.Option(
@@ -34,9 +39,22 @@ def command(
     sinks: Annotated[
         bool, typer.Option("--sinks/--no-sinks", help="Keep the first 4 tokens visible behind the window.")
     ] = True,
-    context: Annotated[int, typer.Option("--context", help="Tokens per row of text.")] = 2048,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--context",
+            help="Tokens per row of text. Default: 2048; 1024 for the Hankel rank alone, which is slow on a CPU.",
+        ),
+    ] = None,
     sequences: Annotated[int, typer.Option("--sequences", help="Rows of text.")] = 8,
     items: Annotated[int, typer.Option("--items", help="Retrieval items for each task, length and depth.")] = 20,
+    align: Annotated[
+        int | None,
+        typer.Option(
+            "--align",
+            help="Tokens that mixers are trained on once they are fitted; 0: none. Default: 200000, if there are.",
+        ),
+    ] = None,
     data: options.Data = "builtin",
     ratio: Annotated[
         float | None, typer.Option("--ratio", help="Share of layers to select, above 0 to 1. Default: 0.5.")
@@ -75,7 +93,7 @@ def command(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Score each attention layer by what is lost when it alone sees a short window, and select the layers to convert.
+    """Score each attention layer by how much of the past it carries into the future, and select the layers to convert.
 
     A higher score means more is lost; the lowest are selected. hybridize prime takes the selection.
 
@@ -94,7 +112,8 @@ def command(
     from hybridize.probing.show import show_report
     from hybridize.probing.windowed import SINKS
 
-    if scores is not None and (unread := options.typed(ctx, _READ_WITH_SCORES)):
+    read_with_scores = _READ_WITH_SCORES - ({"revision"} if model is None else set())
+    if scores is not None and (unread := options.typed(ctx, read_with_scores)):
         raise typer.BadParameter(f"--scores measures nothing, so that it needs no more; leave {', '.join(unread)} out.")
     if resume and dry_run:
         raise typer.BadParameter("--dry-run plans a new probe and --resume goes on with the last; leave one out.")
@@ -111,12 +130,13 @@ def command(
     }
     settings: dict[str, Any] = {
         **selection,
-        "methods": _words(method),
+        "methods": None if method is None else _words(method),
         "windows": options.integers("--window", window, "64,512"),
         "sinks": SINKS if sinks else 0,
         "context": context,
         "sequences": sequences,
         "items": items,
+        "align": align,
         "data": data,
         "seed": seed,
         "dtype": dtype,

@@ -181,9 +181,11 @@ class _Learner:
         Returns it, and the weighted square of the target that it is relative to.
         """
         mixer, weights, target = self.mixers[layer], weights * self.real, target.detach().float()
+        projection: Any = mixer.o_proj
+        given = given.detach().to(projection.weight.dtype)  # mixers may be in fp32 beside a smaller source
         with torch.enable_grad():
             # Not mixer(...): that would run the hook that called us.
-            output = mixer.o_proj(mixer.features(given.detach(), kwargs.get("position_embeddings"), self.layout))
+            output = projection(mixer.features(given, kwargs.get("position_embeddings"), self.layout))
             error = ((output.float() - target).square() * weights).sum()
             energy = (target.square() * weights).sum().clamp(min=1e-12)
             loss = error / energy

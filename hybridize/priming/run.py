@@ -50,7 +50,7 @@ from hybridize.priming.trainer import Trainer
 from hybridize.priming.transfer import StartOptions, fit_start
 from hybridize.processes import alike, from_first, joined, rank, share
 from hybridize.sources import Source
-from hybridize.workspace import Workspace, check_disk_space, check_place, sole_use
+from hybridize.workspace import Workspace, check_disk_space, check_place, locked
 
 _CHECKPOINT, _LOG = "checkpoint.pt", "log.jsonl"
 _TRAINING = ("align", "distill", "adapt", "baseline")
@@ -162,7 +162,7 @@ def prime(
         if rank() == 0:
             if not resume:
                 begin_run(folder, options, source, place)
-            stack.enter_context(sole_use(folder))
+            stack.enter_context(locked(folder, wait=False))
         run = _Run(options, source, plan, accounting, folder, target, number, console, place, text, tensorboard)
         report = run.work()
     if drawn is not None and rank() == 0:

@@ -21,6 +21,7 @@ from hybridize.probing.options import MIXER, ProbeOptions
 from hybridize.probing.spectrum import Estimate
 from hybridize.probing.swa_proxy import KEPT, LOGITS
 
+ALIGN_PASSES = 4  # the model's own forward, and its mixers' forward and backward
 _EFFICIENCY = {"cpu": 0.9}  # of a forward pass beside one large product of matrices; elsewhere a half
 _SLACK = 1.25  # for what an allocator keeps between uses
 _ROOM = 0.95  # of the free memory that may be filled
@@ -85,34 +86,38 @@ def need(model: Any, options: ProbeOptions, amount: Amount, dtype: torch.dtype, 
     """What a probe needs of a model, which may be on the meta device; `device` is asked for its speed."""
     config = model.config
     weights = sum(p.numel() for p in model.parameters()) * dtype.itemsize
+    attention = sum(p.numel() for x in model.base_model.layers for p in x.self_attn.parameters())
     if MIXER in options.methods:  # which take over copies of the attention's weights
-        weights += sum(p.numel() for x in model.base_model.layers for p in x.self_attn.parameters()) * dtype.itemsize
+        weights += attention * dtype.itemsize
     layers, hidden = config.num_hidden_layers, config.hidden_size
     body = sum(p.numel() for p in model.base_model.layers.parameters())
     heads, kv_heads, dim = geometry(config)
-    tokens = amount.text + amount.answers
-    at_once = min(batch_tokens(device, options.context), max(amount.text, amount.answers))
+    changes = len(options.windows) if {"swa", "retrieval"} & set(options.methods) else 0
+    changes += MIXER in options.methods
+    read = min(HANKEL_ROWS * options.context, amount.text) if "hankel" in options.methods else 0  # row by row
+    tokens = amount.text + amount.answers if changes else read
+    at_once = (
+        min(batch_tokens(device, options.context), max(amount.text, amount.answers)) if changes else options.context
+    )
     # What takes most: the MLP's three activations, q, k, v three times (rotary makes copies), or the norms in fp32,
     # beside the residual stream, its norm and the layer's output; or the logits of one chunk in fp32, six times.
     widest = max(3 * config.intermediate_size, 3 * (heads + 2 * kv_heads) * dim, 8 * hidden // dtype.itemsize)
     layer = at_once * dtype.itemsize * (3 * hidden + widest)
     kept = 4 * min(KEPT, amount.scored * config.vocab_size)
-    logits = 6 * 4 * min(LOGITS, at_once * config.vocab_size)
+    logits = 6 * 4 * min(LOGITS, at_once * config.vocab_size) if changes else 0
     blocks, hankel = _hankel_need(options, heads) if "hankel" in options.methods else (0, 0)
-    work = int(_SLACK * max(layer + kept, logits + kept, blocks))
-    changes = len(options.windows) if {"swa", "retrieval"} & set(options.methods) else 0
-    changes += MIXER in options.methods
-    passes = 2 + changes * (layers + 1) / 2
-    if MIXER in options.methods:
-        passes += 2 * FIT_TOKENS / tokens
+    training = 4 * 4 * attention if options.align else 0  # mixers, their gradients and two moments in fp32
+    work = int(_SLACK * max(layer + max(kept, training), logits + kept, blocks))
+    passes = read / tokens + (2 + changes * (layers + 1) / 2 if changes else 0)
+    passes += (2 * min(FIT_TOKENS, amount.mixers) + ALIGN_PASSES * min(options.align, amount.mixers)) / tokens
     if options.select == "greedy":
         count = round(options.ratio * layers)
         steps = sum(1 + (layers - chosen) / 2 for chosen in range(count))
         passes += steps * min(1.0, max(JOINT_TOKENS, options.context) / tokens)
     # The head runs at scored positions: once per change in every layer.
-    attention = 2 * options.context * heads * dim * layers  # causal: half of T x T, for scores and for values
+    mixing = 2 * options.context * heads * dim * layers  # causal: half of T x T, for scores and for values
     head = 2 * hidden * config.vocab_size
-    operations = passes * tokens * (2 * body + attention) + layers * changes * amount.scored * head + layers * hankel
+    operations = passes * tokens * (2 * body + mixing) + layers * changes * amount.scored * head + layers * hankel
     here = device.type != "cuda" or torch.cuda.is_available()
     seconds = operations / _speed(device, dtype) if here else None
     streams = tokens * hidden * dtype.itemsize

@@ -22,31 +22,35 @@ from hybridize.tasks.retrieval import DEPTHS, TASKS, Item, make_items
 from hybridize.tasks.scored import SCORED_PER_ROW, Scored, score_answers, score_text
 from hybridize.tasks.text import Document, first_rows, read_documents
 
-HANKEL_ROWS = 4  # of text; its statistics hardly differ between rows
+HANKEL_ROWS = 2  # of text; its statistics hardly differ between rows
 Record = dict[str, Any]  # one layer's results: {"layer": 3, "swa": {...}} or a part of them
 _ANSWER = 8  # scored tokens of a retrieval item, about
 
 
 @dataclass(frozen=True)
 class Amount:
-    """How much is measured on: tokens of text and of retrieval items, and the positions of both that are scored."""
+    """How much is read: tokens of text and of retrieval items, positions of both that are scored, tokens for mixers."""
 
     text: int
     answers: int
     scored: int
+    mixers: int
 
     @staticmethod
     def expected(options: ProbeOptions) -> Amount:
         """As much as is asked for, if there is as much text."""
         rows = options.sequences if options.reads_text else 0
+        swept = rows if {"swa", MIXER} & set(options.methods) else 0
         items = len(TASKS) * DEPTHS * options.items if "retrieval" in options.methods else 0
-        scored = rows * min(SCORED_PER_ROW, options.context // 2) + items * len(options.lengths) * _ANSWER
-        return Amount(rows * options.context, items * sum(options.lengths), scored)
+        scored = swept * min(SCORED_PER_ROW, options.context // 2) + items * len(options.lengths) * _ANSWER
+        return Amount(
+            rows * options.context, items * sum(options.lengths), scored, mixer_rows(options) * options.context
+        )
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is measured on, as tokens: rows [N, context] by group, rows to fit mixers on, items, and all in batches."""
+    """What is measured on, as tokens: rows [N, context] by group, rows for mixers, items, and all in batches."""
 
     rows: dict[str, Tensor]
     fit: Tensor | None
@@ -57,7 +61,8 @@ class Prepared:
     def amount(self) -> Amount:
         text = sum(rows.numel() for rows in self.rows.values())
         scored = sum(int(batch.targets.sum()) for batch in self.batches)
-        return Amount(text, sum(len(item.ids) for item in self.items), scored)
+        mixers = 0 if self.fit is None else self.fit.numel()
+        return Amount(text, sum(len(item.ids) for item in self.items), scored, mixers)
 
     @property
     def fingerprint(self) -> str:
@@ -110,22 +115,27 @@ def rows_of(groups: dict[str, list[Document]], tokenizer: Any, options: ProbeOpt
 
 
 def fit_rows(groups: dict[str, list[Document]], tokenizer: Any, options: ProbeOptions) -> Tensor:
-    """Rows of token ids [N, context] to fit mixers on, FIT_TOKENS tokens if there is as much text behind `rows_of`.
+    """Rows of token ids [N, context] to fit and align mixers on, in random order: `mixer_rows`, or all there are.
 
-    DataError where there is none.
+    None of them are among `rows_of`. DataError where there are none.
     """
-    extra = max(1, FIT_TOKENS // options.context)
+    extra = mixer_rows(options)
     measured = rows_of(groups, tokenizer, options)
-    # The first rows stay the same when more are asked for.
-    more = _rows(groups, tokenizer, options, options.sequences + extra)
-    left = [rows[len(measured.get(group, ())) :] for group, rows in more.items()]
-    rows = torch.cat(left)[:extra]
+    # The first rows stay the same when more are asked for; where one group has too few, the others make up for it.
+    more = _rows(groups, tokenizer, options, options.sequences + extra * len(groups))
+    left = torch.cat([rows[len(measured.get(group, ())) :] for group, rows in more.items()])
+    rows = left[torch.randperm(len(left), generator=torch.Generator().manual_seed(options.seed))][:extra]
     if not len(rows):
         raise DataError(
             f"--method mixer fits mixers on other text than it measures on, and {options.sequences} rows of "
             f"{options.context} tokens take all there is; give more --data, or smaller --sequences or --context."
         )
     return rows
+
+
+def mixer_rows(options: ProbeOptions) -> int:
+    """Rows to fit mixers on, and then to align them on."""
+    return max(1, max(FIT_TOKENS, options.align) // options.context) if MIXER in options.methods else 0
 
 
 def _rows(

@@ -13,6 +13,7 @@ from hybridize.builtin import BUILTIN, model_name
 from hybridize.errors import CheckpointError, UsageError
 from hybridize.hybrid.plan import check_kind
 from hybridize.mixers.base import geometry
+from hybridize.probing.fitted import ALIGN_TOKENS
 from hybridize.probing.named import parse_scores
 from hybridize.probing.select import share_of
 from hybridize.probing.windowed import SINKS
@@ -20,8 +21,10 @@ from hybridize.sources import Source
 
 SHORTEST_ITEM = 128  # tokens of a retrieval item: the question alone takes about 100
 MIXER = "mixer"
-METHODS = ("swa", "hankel", "retrieval", MIXER)
+METHODS = ("hankel", "swa", "retrieval", MIXER)  # the first of those measured gives the scores
 SELECTIONS = ("lowest", "greedy")
+# Singular values of one layer and row take 3 s of a CPU core at 1024 tokens, and several times as long at 2048.
+CONTEXT, HANKEL_CONTEXT = 2048, 1024
 RUN_FILE, LAYERS_FILE, REPORT_FILE = "run.json", "layers.jsonl", "probe.json"
 
 
@@ -30,8 +33,9 @@ class ProbeOptions:
     """Everything that decides a probe's result; kept in its run.json.
 
     windows: of the SWA proxy and of retrieval, the first one gives the scores; sequences: rows of text; items: of
-    retrieval, for each task, length and depth; by: the score that selects; keep: layers that stay attention; select:
-    the lowest scores, or greedy, one layer after another with those before it changed.
+    retrieval, for each task, length and depth; align: tokens that mixers are trained on once they are fitted; by: the
+    score that selects; keep: layers that stay attention; select: the lowest scores, or greedy, one layer after another
+    with those before it changed.
     """
 
     model: str
@@ -42,6 +46,7 @@ class ProbeOptions:
     context: int
     sequences: int
     items: int
+    align: int
     data: str
     ratio: float
     keep: tuple[int, ...]
@@ -87,12 +92,13 @@ def make_options(
     name: str,
     *,
     revision: str | None = None,
-    methods: Sequence[str] = ("swa",),
+    methods: Sequence[str] | None = None,
     windows: Sequence[int] | None = None,
     sinks: int = SINKS,
-    context: int = 2048,
+    context: int | None = None,
     sequences: int = 8,
     items: int = 20,
+    align: int | None = None,
     data: str | os.PathLike[str] = BUILTIN,
     ratio: float | None = None,
     count: int | None = None,
@@ -104,19 +110,31 @@ def make_options(
     dtype: str | None = None,
 ) -> ProbeOptions:
     """Options with defaults filled in; UsageError or PlanError for what cannot be."""
+    if methods is None:  # the best score of one pass, and what does best of all where layers are chosen together
+        methods = ("hankel",) if select == "lowest" else (MIXER,)
     if unknown := [method for method in methods if method not in METHODS]:
         raise UsageError(f"There is no method {unknown[0]!r}; the methods are {', '.join(METHODS)}.")
     if not methods:
         raise UsageError(f"--method names no method; give some of {', '.join(METHODS)}.")
+    longest = getattr(config, "max_position_embeddings", None)
+    if context is None:
+        context = HANKEL_CONTEXT if set(methods) == {"hankel"} else CONTEXT
+        context = min(context, longest or context)
     for option, value, least in (
         ("context", context, 16),
         ("sequences", sequences, 1),
         ("items", items, 1),
         ("sinks", sinks, 0),
+        ("align", align or 0, 0),
     ):
         if value < least:
             raise UsageError(f"--{option} is {value}; it must be at least {least}.")
-    longest = getattr(config, "max_position_embeddings", None)
+    if not 0 <= seed < 2**63:
+        raise UsageError(f"--seed is {seed}; it must be at least 0 and below 2**63.")
+    if align is not None and MIXER not in methods:
+        raise UsageError(f"--align {align} trains mixers, and none are measured; leave it out, or add --method mixer.")
+    if align is None:
+        align = ALIGN_TOKENS if MIXER in methods else 0
     if longest and context > longest:
         raise UsageError(f"--context {context} is more than the {longest} positions that the model was made for.")
     # A window near the context hides too little to measure anything.
@@ -142,6 +160,7 @@ def make_options(
         context=context,
         sequences=sequences,
         items=items,
+        align=align,
         data=BUILTIN if data == BUILTIN else str(Path(data).expanduser().absolute()),
         ratio=share_of(config.num_hidden_layers, ratio, count, keep),
         keep=tuple(sorted(keep)),

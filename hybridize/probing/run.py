@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,16 @@ import torch
 from hybridize.builtin import open_model
 from hybridize.console import Console
 from hybridize.devices import pick_dtype
-from hybridize.errors import CheckpointError, DataError, Interrupted, SourceError, UsageError
+from hybridize.errors import CheckpointError, Interrupted, SourceError, UsageError
 from hybridize.hybrid.families import check_attention, check_config, check_family
 from hybridize.hybrid.memory import on_meta
-from hybridize.hybrid.plan import LayerPlan, check_kind
+from hybridize.hybrid.model import mixers
+from hybridize.hybrid.plan import LayerPlan
 from hybridize.hybrid.walk import entry_device
 from hybridize.probing.estimate import Need, Placement, batch_tokens, need, target_of
+from hybridize.probing.external import finish, from_scores
 from hybridize.probing.finite import check_weights
-from hybridize.probing.fitted import ONE_DEVICE, fitted_mixers
+from hybridize.probing.fitted import FIT_TOKENS, ONE_DEVICE, align_mixers, fitted_hybrid, in_place
 from hybridize.probing.joint import JOINT_TOKENS, greedy
 from hybridize.probing.measure import (
     Amount,
@@ -44,13 +46,12 @@ from hybridize.probing.options import (
     name_of,
 )
 from hybridize.probing.report import ProbeReport
-from hybridize.probing.scores import read_scores
-from hybridize.probing.select import how_many, share_of
+from hybridize.probing.select import how_many
 from hybridize.probing.swa_proxy import Change, Sweep, windows
 from hybridize.sources import Source
 from hybridize.tasks.retrieval import TASKS, measure, summary
 from hybridize.tasks.scored import Scored
-from hybridize.workspace import Workspace, check_place, named_errors, write_json, write_text
+from hybridize.workspace import Workspace, check_place, locked, named_errors, write_json, write_text
 
 
 def probe(
@@ -77,28 +78,29 @@ def probe(
     console = console or Console(quiet=True)
     place = Workspace(Path(workspace) if workspace else None)
     if scores is not None:
-        return _from_scores(Path(scores).expanduser(), model, revision, place, console, **options)
+        return from_scores(Path(scores).expanduser(), model, revision, place, console, **options)
     if model is not None and not isinstance(model, str | os.PathLike):
         check_family(model)
         chosen = make_options(model.config, model.name_or_path or type(model).__name__, **options)
-        folder = place.run_folder(f"{Path(chosen.model).name}-probe") if workspace else None
+        name = f"{Path(chosen.model).name}-probe" if workspace else None
         prepared = prepare(chosen, tokenizer, texts, batch_tokens(entry_device(model), chosen.context))
-        return _Run(chosen, folder, place, console, model.dtype).work(model, prepared)
+        return _Run(chosen, name, place, console, model.dtype).work(model, prepared)
     target = target_of(device, gpu_memory)
+    run: Path | str
     if resume:
-        folder, chosen = _last_run(place, model)
-        console.note(f"Resuming {folder} ({chosen.model}).")
+        run, chosen = _last_run(place, model)
+        console.note(f"Resuming {run} ({chosen.model}).")
         source = open_model(chosen.model, chosen.revision, console.note)
     else:
         source = open_model(model, revision, console.note, place)
-        chosen, folder = _new_run(source, place, target, options)
+        chosen, run = _new_run(source, place, target, options)
     console.note(f"Reading and tokenising text ({'given' if texts is not None else chosen.data}).")
     prepared = prepare(chosen, source.tokenizer, texts, batch_tokens(target, chosen.context))
     _, where = _needed(source, chosen, prepared.amount, target, gpu_memory)
     if where.room is not None or where.lacking:
         (console.warn if where.lacking else console.note)(f"The model will be {where}.")
     loaded = source.load(pick_dtype(chosen.dtype, target), target, where.room)
-    return _Run(chosen, folder, place, console, source.stored_dtype).work(loaded, prepared)
+    return _Run(chosen, run, place, console, source.stored_dtype).work(loaded, prepared)
 
 
 def plan_probe(
@@ -135,17 +137,17 @@ def plan_probe(
 
 def _new_run(
     source: Source, place: Workspace, target: torch.device, options: dict[str, Any]
-) -> tuple[ProbeOptions, Path]:
-    """A new run's options, and its folder, which can be made."""
+) -> tuple[ProbeOptions, str]:
+    """A new run's options, and a name for its folder, which can be made."""
     check_config(source.config)
     name, revision = name_of(source)
     chosen = make_options(source.config, name, revision=revision, **options)
     # Not what another device would choose when the run is resumed there.
     chosen = replace(chosen, dtype=str(pick_dtype(chosen.dtype, target)).removeprefix("torch."))
     origin = source.gguf or source.repository or source.path.name
-    folder = place.run_folder(f"{Path(origin).name.removesuffix('.gguf')}-probe")
-    check_place(folder.absolute(), "--workspace")
-    return chosen, folder
+    run = f"{Path(origin).name.removesuffix('.gguf')}-probe"
+    check_place(place.run_folder(run).absolute(), "--workspace")
+    return chosen, run
 
 
 def _needed(
@@ -159,45 +161,6 @@ def _needed(
     if MIXER in chosen.methods and where.room is not None:
         raise UsageError(ONE_DEVICE)
     return needed, where
-
-
-def _from_scores(
-    path: Path,
-    model: str | os.PathLike[str] | None,
-    revision: str | None,
-    place: Workspace,
-    console: Console,
-    *,
-    ratio: float | None = None,
-    count: int | None = None,
-    keep: Sequence[int] = (),
-    by: str | None = None,
-    layer: str = "gka",
-    select: str = "lowest",
-) -> ProbeReport:
-    """A report from task scores measured elsewhere; with a model, for `prime` of that model."""
-    if select != "lowest":
-        raise UsageError(
-            f"--select {select} changes a model's layers, and --scores has their scores only; leave it out."
-        )
-    given = read_scores(path)
-    name = source = None
-    if model is not None:
-        source = open_model(model, revision, console.note, weights=False)
-        check_config(source.config)
-        name, _ = name_of(source)
-        if source.config.num_hidden_layers != len(given.layers):
-            raise DataError(
-                f"{path} scores {len(given.layers)} layers, but {name} has {source.config.num_hidden_layers}: give the "
-                "scores of this model."
-            )
-    check_kind(layer)
-    share = share_of(len(given.layers), ratio, count, keep)
-    report = ProbeReport.of_tasks(name, given, share, by, layer, tuple(sorted(keep)))
-    if source is not None:
-        report.weigh(source.config, source.stored_dtype)
-    _finish(report, place.run_folder(f"{path.stem}-probe"), place, console)
-    return report
 
 
 def _last_run(place: Workspace, model: str | os.PathLike[str] | None) -> tuple[Path, ProbeOptions]:
@@ -214,19 +177,21 @@ def _last_run(place: Workspace, model: str | os.PathLike[str] | None) -> tuple[P
     # Not whether the file is there: a kill may have come between it and its entry, which is still to be made then.
     if any(entry["kind"] == "probe" and entry["value"] == report for entry in place.entries()):
         raise UsageError(f"The last probe is finished: its report is {folder / REPORT_FILE}.")
-    return folder, options
+    with locked(folder, wait=False):  # said before the model is loaded; the run takes the lock again
+        return folder, options
 
 
 class _Run:
-    """One probe of a loaded model; with a folder, finished layers are kept there and not measured again.
+    """One probe of a loaded model. run: a name for the folder to keep finished layers in, or that of a run to resume.
 
     stored: the number format of the model's weights, and so of a hybrid's caches, whatever the probe computes in.
     """
 
     def __init__(
-        self, options: ProbeOptions, folder: Path | None, place: Workspace, console: Console, stored: torch.dtype
+        self, options: ProbeOptions, run: Path | str | None, place: Workspace, console: Console, stored: torch.dtype
     ):
-        self.options, self.folder, self.place, self.console = options, folder, place, console
+        self.options, self.run, self.place, self.console = options, run, place, console
+        self.folder: Path | None = None
         self.stored = stored
         self.layers: dict[int, Record] = {}
         self.order: list[int] = []  # chosen so far, by --select greedy
@@ -238,9 +203,12 @@ class _Run:
             check_attention(layer.self_attn, number)
         check_weights(model)
         at_once = batch_tokens(entry_device(model), options.context)
-        self._open(prepared.fingerprint)
         report = ProbeReport.of_options(options, model.config.num_hidden_layers)
-        with self._interruptible(model.config.num_hidden_layers), torch.no_grad():
+        with (
+            self._opened(prepared.fingerprint),
+            self._interruptible(model.config.num_hidden_layers),
+            torch.no_grad(),
+        ):
             if "hankel" in options.methods:
                 self._hankel(model, rows)
             if items:
@@ -255,20 +223,36 @@ class _Run:
         report.finish([self.layers[number] for number in sorted(self.layers)])
         report.weigh(model.config, self.stored)
         if self.folder is not None:
-            _finish(report, self.folder, self.place, self.console)
+            finish(report, self.folder, self.place, self.console)
         return report
 
     def _changes(self, model: Any, fit: torch.Tensor | None, at_once: int) -> dict[str, Change]:
-        """What is done to each layer in turn: the windows, and a mixer fitted on rows `fit`."""
+        """What is done to each layer in turn: the windows, and a mixer fitted and aligned on rows `fit`."""
         options = self.options
         changes: dict[str, Change] = {}
         if {"swa", "retrieval"} & set(options.methods):
             changes |= windows(model, options.windows, options.sinks)
         if fit is not None:
-            total = fit.numel() * model.config.num_hidden_layers
-            with self.console.progress(f"Fit {options.layer} mixers to all layers", total, "token") as tracker:
-                changes[MIXER] = fitted_mixers(model, options.layer, fit, at_once, tracker.advance)
+            changes[MIXER] = in_place(model, mixers(self._mixers(model, fit, at_once)))
         return changes
+
+    def _mixers(self, model: Any, fit: torch.Tensor, at_once: int) -> Any:
+        """A hybrid of mixers; a resumed probe trains them again, to the same weights, rather than keep them."""
+        options = self.options
+        first = fit[: max(1, FIT_TOKENS // options.context)]
+        total = first.numel() * model.config.num_hidden_layers
+        with self.console.progress(f"Fit {options.layer} mixers to all layers", total, "token") as tracker:
+            hybrid = fitted_hybrid(model, options.layer, first, at_once, tracker.advance)
+        if options.align:
+            if fit.numel() <= options.align - options.context:
+                self.console.note(
+                    f"Mixers are aligned on {fit.numel():,} tokens, which is all the text apart from what is measured "
+                    f"on: fewer than {options.align:,}."
+                )
+            some = fit[: max(1, options.align // options.context)]
+            with self.console.progress("Align the mixers", some.numel(), "token") as tracker:
+                align_mixers(model, hybrid, some, tracker.advance)
+        return hybrid
 
     def _sweep(self, model: Any, batches: list[Scored], changes: dict[str, Change]) -> dict[str, dict[str, float]]:
         options, count = self.options, model.config.num_hidden_layers
@@ -314,19 +298,27 @@ class _Run:
 
     # -- files -------------------------------------------------------------------------------------------------------
 
-    def _open(self, text: str) -> None:
-        """Begin the run's folder, or read the layers that are finished in it."""
-        if self.folder is None:
-            return
-        run, log = self.folder / RUN_FILE, self.folder / LAYERS_FILE
-        if not run.exists():
-            write_json(run, {"options": asdict(self.options), "text": text})
-            name = {"model": self.options.model, "revision": self.options.revision}
-            self.place.record("probe-run", self.folder, **name)
-            return
+    @contextmanager
+    def _opened(self, text: str) -> Iterator[None]:
+        """Within the block, the run's folder is this process's: begun, or with the layers read that are finished."""
+        with ExitStack() as stack:
+            if isinstance(self.run, Path):
+                self.folder = self.run
+                stack.enter_context(locked(self.folder, wait=False))
+                self._read(self.folder, text)
+            elif self.run is not None:
+                self.folder = self.place.make_run_folder(self.run)
+                stack.enter_context(locked(self.folder, wait=False))
+                write_json(self.folder / RUN_FILE, {"options": asdict(self.options), "text": text})
+                name = {"model": self.options.model, "revision": self.options.revision}
+                self.place.record("probe-run", self.folder, **name)
+            yield
+
+    def _read(self, folder: Path, text: str) -> None:
+        run, log = folder / RUN_FILE, folder / LAYERS_FILE
         if json.loads(run.read_text("utf-8")).get("text") != text:
             raise CheckpointError(
-                f"The text of {self.options.data} has changed since {self.folder} was begun; start the probe without "
+                f"The text of {self.options.data} has changed since {folder} was begun; start the probe without "
                 "--resume."
             )
         if log.exists():
@@ -364,13 +356,5 @@ class _Run:
                 raise
             raise Interrupted(
                 f"Stopped with {len(self.layers)} of {count} layers begun; they are kept in {self.folder}: continue "
-                "with hybridize probe --resume."
+                f"with hybridize probe --resume{self.place.option}."
             ) from None
-
-
-def _finish(report: ProbeReport, folder: Path, place: Workspace, console: Console) -> None:
-    path = folder / REPORT_FILE
-    report.write(path)
-    place.record("probe", path, model=report.model)
-    which = f"hybridize prime {'' if report.model is None else report.model}".rstrip()
-    console.note(f"The report is {path}." + (f" {which} takes its selection." if report.model else ""))

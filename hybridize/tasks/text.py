@@ -23,9 +23,9 @@ def read_documents(path: Path) -> Iterator[Document]:
         raise DataError(
             f"There is no file or folder {path}; give --data a text file, a JSONL file, or a folder of them."
         )
-    files = (
-        [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
-    )
+    files = [path]  # or a pipe
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
     if not files:
         raise DataError(f"Folder {path} holds no text files ({', '.join(sorted(TEXT_SUFFIXES))}).")
     for file in files:

@@ -7,7 +7,12 @@ import triton
 from torch import Tensor
 
 from hybridize.kernels.common import SMALLEST_LOG_DECAY, group_size
-from hybridize.kernels.decay.triton_kernels import gate_kernel, output_kernel, scan_kernel
+from hybridize.kernels.decay.triton_kernels import (
+    gate_kernel,
+    output_kernel,
+    scan_both_ways_kernel,
+    scan_kernel,
+)
 from hybridize.kernels.engine import launch, product_tile
 from hybridize.kernels.varlen import ChunkTable
 
@@ -63,47 +68,75 @@ def prepare_gates(g: Tensor, w: Tensor, table: ChunkTable, scale: float) -> Gate
     return Gates(c, kept, lead)
 
 
-def scan_configs(programs: int, k: int, v: int) -> list[Config]:
+def scan_configs(programs: int, k: int, v: int, stages: tuple[int, ...]) -> list[Config]:
     """Return blocks of 64x64, or narrower ones when there are few sequences and heads to share the work."""
     bk, bv = min(64, product_tile(k)), min(64, product_tile(v))
     while bv > 16 and programs * triton.cdiv(k, bk) * triton.cdiv(v, bv) < BUSY:
         bv //= 2
-    return [{"BK": bk, "BV": bv, "num_warps": 4, "num_stages": stages} for stages in (4, 2, 1)]
+    return [{"BK": bk, "BV": bv, "num_warps": 4, "num_stages": n} for n in stages]
 
 
-def scan(
-    a: Tensor,
-    b: Tensor,
-    factor: Tensor,
-    c: Tensor,
-    first: Tensor | None,
-    last: Tensor,
-    table: ChunkTable,
-    dtype: torch.dtype,
-    reverse: bool = False,
-) -> Tensor:
-    """Return the states [chunks,H,K,V] that scan_kernel carries from first to last, both [N,H,K,V] of any strides."""
-    (a, stride_a), (b, stride_b) = token_stride(a), token_stride(b)
-    heads, k, v = last.shape[1:]
-    states = torch.empty(table.chunks, heads, k, v, device=a.device, dtype=dtype)
-    given = last if first is None else first
-    launch(
-        scan_kernel,
-        lambda meta: (table.sequences * heads * triton.cdiv(k, meta["BK"]) * triton.cdiv(v, meta["BV"]),),
-        scan_configs(table.sequences * heads, k, v),
-        *(a, b, factor, c, given, states, last, table.seq_start, table.chunk_start, stride_a, stride_b),
-        *(*given.stride()[2:], *last.stride()[2:]),
-        H=heads,
-        GROUP_A=group_size(heads, a.shape[2]),
-        GROUP_B=group_size(heads, b.shape[2]),
-        K=k,
-        V=v,
-        CHUNK=CHUNK,
-        PRECISION=precision(a),
-        GIVEN=first is not None,
-        REVERSE=reverse,
-    )
-    return states
+class Scan(NamedTuple):
+    """What carry_states takes: tokens [B,T,H,D], their factor [chunks,H,C], the first state if any, and its results."""
+
+    a: Tensor
+    b: Tensor
+    factor: Tensor
+    first: Tensor | None
+    last: Tensor  # [N,H,K,V] like first, of any strides
+    states: Tensor  # [chunks,H,K,V]
+
+    def pointers(self) -> tuple[Tensor, ...]:
+        """Return a, b and factor, and then where it starts, the states between and where it ends."""
+        return self.a, self.b, self.factor, self._given(), self.states, self.last
+
+    def strides(self) -> tuple[int, ...]:
+        """Return the distances of tokens of a and b, and of rows and columns of both end states."""
+        return self.a.stride(1), self.b.stride(1), *self._given().stride()[2:], *self.last.stride()[2:]
+
+    def groups(self) -> tuple[int, int]:
+        """Return how many heads share one of a, and one of b."""
+        heads = self.last.shape[1]
+        return group_size(heads, self.a.shape[2]), group_size(heads, self.b.shape[2])
+
+    def _given(self) -> Tensor:
+        return self.last if self.first is None else self.first
+
+
+def new_scan(
+    a: Tensor, b: Tensor, factor: Tensor, first: Tensor | None, last: Tensor, table: ChunkTable, dtype: torch.dtype
+) -> Scan:
+    """Return a scan of new states in dtype, from first to last."""
+    states = torch.empty(table.chunks, *last.shape[1:], device=a.device, dtype=dtype)
+    return Scan(token_stride(a)[0], token_stride(b)[0], factor, first, last, states)
+
+
+def scan(forwards: Scan, c: Tensor, table: ChunkTable, backwards: Scan | None = None) -> None:
+    """Carry the states from the first chunk to the last and, in the same launch, others from the last to the first."""
+    heads, k, v = forwards.last.shape[1:]
+    programs = table.sequences * heads * (1 if backwards is None else 2)
+    group_a, group_b = forwards.groups()
+    shared = {
+        "H": heads,
+        "GROUP_A": group_a,
+        "GROUP_B": group_b,
+        "K": k,
+        "V": v,
+        "CHUNK": CHUNK,
+        "PRECISION": precision(forwards.a),
+        "GIVEN": forwards.first is not None,
+    }
+    a, b, factor, first, states, last = forwards.pointers()
+    args = (a, b, factor, c, first, states, last, table.seq_start, table.chunk_start, *forwards.strides())
+    grid = lambda meta: (programs * triton.cdiv(k, meta["BK"]) * triton.cdiv(v, meta["BV"]),)
+    # Both ways there are two programs on each processor, and three stages of both fit its shared memory.
+    configs = scan_configs(programs, k, v, (4, 2, 1) if backwards is None else (3, 2, 1))
+    if backwards is None:
+        launch(scan_kernel, grid, configs, *args, **shared)
+        return
+    group_a, group_b = backwards.groups()
+    shared |= {"GROUP_D_A": group_a, "GROUP_D_B": group_b, "D_GIVEN": backwards.first is not None}
+    launch(scan_both_ways_kernel, grid, configs, *args, *backwards.pointers(), *backwards.strides(), **shared)
 
 
 def empty_state(table: ChunkTable, heads: int, k: int, v: int, value_major: bool, device: torch.device) -> Tensor:

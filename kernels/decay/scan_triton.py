@@ -7,7 +7,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybridize.kernels.decay.backward_triton import gradients
-from hybridize.kernels.decay.forward_triton import empty_state, output, prepare_gates, scan, state_dtype
+from hybridize.kernels.decay.forward_triton import (
+    empty_state,
+    new_scan,
+    output,
+    prepare_gates,
+    scan,
+    state_dtype,
+)
 from hybridize.kernels.decay.fused_triton import fits, fused
 from hybridize.kernels.engine import compiled_together
 from hybridize.kernels.varlen import ChunkTable
@@ -26,7 +33,9 @@ def chunk_states(
     g, w = g.contiguous(), w.contiguous()
     final = empty_state(table, g.shape[2], k.shape[3], v.shape[3], False, k.device)
     gates = prepare_gates(g, w, table, 1.0)
-    return scan(k, v, gates.kept, gates.c, initial_state, final, table, dtype), final
+    carried = new_scan(k, v, gates.kept, initial_state, final, table, dtype)
+    scan(carried, gates.c, table)
+    return carried.states, final
 
 
 def decay_attention(
@@ -81,8 +90,9 @@ class _DecayAttention(torch.autograd.Function):
             o = fused(q, k, v, g, w, skip, first, final, table, scale)
         else:
             gates = prepare_gates(g, w, table, scale)
-            states = scan(k, v, gates.kept, gates.c, first, final, table, state_dtype(q))
-            o = output(q, k, v, w, skip, gates, states, table, scale, q_low)
+            carried = new_scan(k, v, gates.kept, first, final, table, state_dtype(q))
+            scan(carried, gates.c, table)
+            o = output(q, k, v, w, skip, gates, carried.states, table, scale, q_low)
         return o, final.mT if value_major else final
 
     @staticmethod
@@ -98,12 +108,13 @@ class _DecayAttention(torch.autograd.Function):
         if d_final is not None:
             d_final = d_final.contiguous().mT if value_major else d_final.contiguous()
         gates = prepare_gates(g, w, table, scale)
-        # Both ends of the scans are states of this shape; only the reverse scan's end is a result.
-        d_first = empty_state(table, heads, k.shape[3], v.shape[3], value_major, q.device)
-        states = scan(k, v, gates.kept, gates.c, first, d_first, table, state_dtype(q))
-        d_states = scan(q, d_o, gates.lead, gates.c, d_final, d_first, table, state_dtype(q), reverse=True)
+        new_end = lambda: empty_state(table, heads, k.shape[3], v.shape[3], value_major, q.device)
+        carried = new_scan(k, v, gates.kept, first, new_end(), table, state_dtype(q))
+        d_carried = new_scan(q, d_o, gates.lead, d_final, new_end(), table, state_dtype(q))
+        scan(carried, gates.c, table, d_carried)
+        states, d_states = carried.states, d_carried.states
         dq, dk, dv, dg, dw, d_skip = gradients(q, k, v, g, w, d_o, skip, gates, states, d_states, table, scale)
         d_initial = None
         if initial is not None:
-            d_initial = (d_first.mT if value_major else d_first).to(initial.dtype)
+            d_initial = (d_carried.last.mT if value_major else d_carried.last).to(initial.dtype)
         return dq, dk, dv, dg, dw, d_initial, None, None, None, d_skip, None

@@ -94,7 +94,8 @@ def gate_kernel(
 
 
 @triton.jit
-def scan_kernel(
+def carry_states(
+    pid,
     a,
     b,
     factor,
@@ -122,14 +123,13 @@ def scan_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Carry one [BK,BV] block of a state through a sequence, S <- e^(c_C) S + sum_i factor_i a_i b_i^T by chunks.
+    """Carry block pid, [BK,BV], of a state through a sequence, S <- e^(c_C) S + sum_i factor_i a_i b_i^T by chunks.
 
     states [chunks,H,K,V] gets S before each chunk. REVERSE goes from the last chunk to the first: the same recurrence
     with a = q, b = do and factor = lead gives the gradient of the state after each chunk.
     """
     KB: tl.constexpr = (K + BK - 1) // BK
     VB: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)
     columns = pid % VB * BV + tl.arange(0, BV)
     rows = pid // VB % KB * BK + tl.arange(0, BK)
     h = pid // (VB * KB) % H
@@ -166,6 +166,105 @@ def scan_kernel(
         decay = decay_ahead
     target = last_state + (n * H + h) * K * V + rows[:, None] * last_stride_k + columns[None, :] * last_stride_v
     tl.store(target, state, mask=inside)
+
+
+@triton.jit
+def scan_kernel(
+    a,
+    b,
+    factor,
+    c,
+    first_state,
+    states,
+    last_state,
+    seq_start,
+    chunk_start,
+    stride_a,
+    stride_b,
+    first_stride_k,
+    first_stride_v,
+    last_stride_k,
+    last_stride_v,
+    H: tl.constexpr,
+    GROUP_A: tl.constexpr,
+    GROUP_B: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GIVEN: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """carry_states from the first chunk to the last, as a kernel."""
+    carry_states(
+        *(tl.program_id(0), a, b, factor, c, first_state, states, last_state, seq_start, chunk_start),
+        *(stride_a, stride_b, first_stride_k, first_stride_v, last_stride_k, last_stride_v),
+        *(H, GROUP_A, GROUP_B, K, V, CHUNK, PRECISION, GIVEN, False, BK, BV),
+    )
+
+
+@triton.jit
+def scan_both_ways_kernel(
+    a,
+    b,
+    factor,
+    c,
+    first_state,
+    states,
+    last_state,
+    seq_start,
+    chunk_start,
+    stride_a,
+    stride_b,
+    first_stride_k,
+    first_stride_v,
+    last_stride_k,
+    last_stride_v,
+    d_a,
+    d_b,
+    d_factor,
+    d_last,
+    d_states,
+    d_first,
+    stride_d_a,
+    stride_d_b,
+    d_last_stride_k,
+    d_last_stride_v,
+    d_first_stride_k,
+    d_first_stride_v,
+    H: tl.constexpr,
+    GROUP_A: tl.constexpr,
+    GROUP_B: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GIVEN: tl.constexpr,
+    GROUP_D_A: tl.constexpr,
+    GROUP_D_B: tl.constexpr,
+    D_GIVEN: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """carry_states of the states in half of the programs, and of their gradients, in reverse, in the other half.
+
+    Neither needs what the other writes, and each alone leaves most of a GPU idle when there are few sequences.
+    """
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0) // 2
+    if pid < programs:
+        carry_states(
+            *(pid, a, b, factor, c, first_state, states, last_state, seq_start, chunk_start),
+            *(stride_a, stride_b, first_stride_k, first_stride_v, last_stride_k, last_stride_v),
+            *(H, GROUP_A, GROUP_B, K, V, CHUNK, PRECISION, GIVEN, False, BK, BV),
+        )
+    else:
+        carry_states(
+            *(pid - programs, d_a, d_b, d_factor, c, d_last, d_states, d_first, seq_start, chunk_start),
+            *(stride_d_a, stride_d_b, d_last_stride_k, d_last_stride_v, d_first_stride_k, d_first_stride_v),
+            *(H, GROUP_D_A, GROUP_D_B, K, V, CHUNK, PRECISION, D_GIVEN, True, BK, BV),
+        )
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from triton import language as tl
 
 from hybridize.kernels.common import SMALLEST_LOG_DECAY, group_size
-from hybridize.kernels.decay.forward_triton import precision, prepare_gates, scan, state_dtype
+from hybridize.kernels.decay.forward_triton import new_scan, precision, prepare_gates, scan, state_dtype
 from hybridize.kernels.decay.scan_triton import chunk_states
 from hybridize.kernels.engine import compiled_together, interpreted, launch, product_tile
 from hybridize.kernels.gka.inputs import EPS, chebyshev_weights
@@ -128,7 +128,9 @@ class _Mix(torch.autograd.Function):
         heads, dim = q.shape[2:]
         gates = prepare_gates(g, w, table, 1.0)
         d_initial = torch.empty(table.sequences, heads, dim, dim, device=q.device, dtype=torch.float32)
-        states = scan(k, k, gates.kept, gates.c, initial, d_initial, table, state_dtype(q))
+        carried = new_scan(k, k, gates.kept, initial, d_initial, table, state_dtype(q))
+        scan(carried, gates.c, table)
+        states = carried.states
         z = torch.empty_like(x)
         rho, quadratic, through, product = (torch.empty_like(g) for _ in range(4))
         d_out = torch.zeros_like(q, dtype=k.dtype) if d_out is None else d_out.contiguous()

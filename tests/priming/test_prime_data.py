@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridize.cli import main
 from hybridize.priming.align import Aligner
-from hybridize.workspace import sole_use
+from hybridize.workspace import locked
 
 SIZES = ["--batch-size", "2", "--init-tokens", "256", "--held-out-tokens", "512", "--device", "cpu", "--layer", "gdn"]
 SIZES += ["--items", "0", "--prompts", "0"]
@@ -182,9 +182,9 @@ def test_two_runs_in_one_folder(prime, tmp_path, monkeypatch) -> None:
         patch.setattr(Aligner, "step", lambda self, batch: 1 / 0)
         assert prime("--data", data, "--tokens", 128)[0] == 1
     (folder,) = tmp_path.glob("runs/*/run.json")
-    with sole_use(folder.parent):
+    with locked(folder.parent, wait=False):
         code, _, err = prime("--resume", source=None)
-        assert code == 1 and "Another process is working on the run in" in err and str(folder.parent) in err
+        assert code == 1 and "Another process works on" in err and str(folder.parent) in err
     assert prime("--resume", source=None)[0] == 0
     # Of two that begin at once, the second finds the folder taken.
     monkeypatch.setattr("hybridize.workspace.Workspace.run_folder", lambda self, name: folder.parent)

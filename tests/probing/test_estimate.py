@@ -51,7 +51,7 @@ def qwen():
         vocab_size=151_936,
         tie_word_embeddings=False,
     )
-    options = make_options(config, "Qwen/Qwen3-8B")
+    options = make_options(config, "Qwen/Qwen3-8B", methods=["swa"])
     return on_meta(config, LayerPlan.from_layers(36, [0], "gka"), {})[0], options
 
 
@@ -125,6 +125,15 @@ def test_counts_the_blocks_of_the_hankel_rank():
     assert needs[1, 32_768].work == pytest.approx(2 * needs[1, 16_384].work, rel=0.01)
     assert needs[2, 32_768].work > 3 * 4 * 16_384**2  # one head's block, and what is computed from it
     assert needs[2, 16_384].seconds > needs[1, 16_384].seconds
+
+
+def test_counts_what_mixers_are_trained_in(qwen, gpus):
+    gpus()
+    model, _ = qwen
+    options = [make_options(model.config, "m", methods=["mixer"], align=tokens) for tokens in (0, 200_000)]
+    fitted, aligned = (need(model, some, Amount.expected(some), torch.bfloat16, CPU).work for some in options)
+    # A weight, its gradient and two moments in fp32 of every attention matrix, less what is free by then.
+    assert aligned - fitted > 36 * 4096 * 128 * (2 * 32 + 2 * 8) * 16 / 2
 
 
 def test_what_fits_on_a_gpu_stays_there(qwen, gpus):

@@ -1,6 +1,7 @@
 """`hybridize probe` from the command line to a report that `prime` takes, and everything that can stop it."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -8,13 +9,12 @@ import torch
 from priming_case import save_source
 from probing_case import SMALL
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, Qwen3Config
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import hybridize
 from hybridize.cli import main
 from hybridize.errors import UsageError
 from hybridize.probing import run as probing_run
-from hybridize.probing.options import make_options, state_window
 from hybridize.probing.swa_proxy import Sweep, windows
 from hybridize.sources import Source
 from hybridize.tasks.retrieval import TASKS
@@ -27,8 +27,25 @@ def lowest(layers, count):
     return sorted(sorted(range(len(layers)), key=lambda n: layers[n]["score"])[:count])
 
 
+def test_the_default_is_the_hankel_rank_or_a_mixer_where_layers_are_chosen_together(command, place):
+    words = ["probe", place / "source", "--context", 64, "--sequences", 6, "--data", place / "text", "--device", "cpu"]
+    code, report, err = command(*words)
+    assert code == 0, err
+    assert (report["methods"], report["selected"]["by"], report["base"]) == (["hankel"], "hankel", {})
+    for layer in report["layers"]:
+        assert layer["score"] == layer["hankel"]["no_sinks"]["rank"]["mean"]
+    assert report["selected"]["layers"] == lowest(report["layers"], 2)
+    _, plan, _ = command(*words, "--dry-run")
+    assert (plan["tokens"], plan["forward_passes"]) == (2 * 64, 1)  # of two rows
+    _, more, _ = command(*words, "--dry-run", "--method", "hankel,swa")
+    assert more["tokens"] == 6 * 64 and more["work_bytes"] > plan["work_bytes"]
+    _, plan, _ = command(*words, "--dry-run", "--select", "greedy")
+    assert (plan["methods"], plan["align"]) == (["mixer"], 200_000)
+
+
 def test_reports_every_layer_and_selects_the_lowest(probe, place, tmp_path):
-    code, report, err = probe("--method", "hankel,swa", "--window", "8,20", "--ratio", "0.25", "--layer", "gdn")
+    words = ["--window", "8,20", "--ratio", "0.25", "--layer", "gdn"]
+    code, report, err = probe("--method", "hankel,swa", "--by", "swa", *words)
     assert code == 0, err
     assert report["model"] == str(place / "source")
     assert (report["context"], report["window"], report["windows"]) == (64, 8, [8, 20])
@@ -101,7 +118,7 @@ def test_a_loaded_model_and_texts_leave_no_files(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model, tokenizer = hybridize.load(place / "source", dtype="float32", device="cpu")
     texts = [path.read_text() for path in sorted((place / "text").iterdir())]
-    report = hybridize.probe(model, tokenizer, texts, context=64, sequences=3, windows=[8])
+    report = hybridize.probe(model, tokenizer, texts, methods=["swa"], context=64, sequences=3, windows=[8])
     assert list(report.base) == ["text"] and report.base["text"]["rows"] == 3
     assert report.select(0.5).layers == lowest(report.layers, 2)
     assert str(report.select(0.25, kind="swa")).count("SWA") == 1
@@ -142,7 +159,7 @@ def test_a_stopped_probe_resumes_to_the_same_numbers(probe, tmp_path, monkeypatc
             file.write('{"layer": 2, "swa": {"8"')  # cut short
     else:
         code, _, err = probe(*words)
-        assert code == 130 and "2 of 4 layers" in err and "--resume" in err
+        assert code == 130 and "2 of 4 layers" in err and f"--resume --workspace {tmp_path / 'runs'}." in err
     assert not (folder / "probe.json").exists()
     again: list[int] = []
     monkeypatch.setattr(
@@ -154,6 +171,35 @@ def test_a_stopped_probe_resumes_to_the_same_numbers(probe, tmp_path, monkeypatc
     assert again == left
     assert report["report"] == str(folder / "probe.json")
     assert {**report, "report": None} == {**whole, "report": None}
+
+
+def test_two_probes_at_once_do_not_mix(probe, tmp_path, monkeypatch):
+    """The second begins when the first has loaded its model, and again amid its layers."""
+    _, first, _ = probe()
+    _, second, _ = probe("--window", 16)
+    found = []
+    opened, keep = probing_run._Run._opened, probing_run._Run._keep
+
+    def begin(self, text):
+        monkeypatch.setattr(probing_run._Run, "_opened", opened)
+        found.append(probe("--window", 16))
+        return opened(self, text)
+
+    def amid(self, record):
+        keep(self, record)
+        if self.folder.name == "source-probe-4" and record["layer"] == 1:
+            found.append(probe("--resume", model=False))
+            found.append(probe("--window", 16))
+
+    monkeypatch.setattr(probing_run._Run, "_opened", begin)
+    monkeypatch.setattr(probing_run._Run, "_keep", amid)
+    code, report, err = probe()
+    assert code == 0, err
+    assert report["layers"] == first["layers"] and report["report"].endswith("source-probe-4/probe.json")
+    (_, before, _), (refused, _, why), (_, within, _) = found
+    assert before["layers"] == within["layers"] == second["layers"]
+    assert refused == 1 and "Another process works on" in why
+    assert [entry["kind"] for entry in Workspace(tmp_path / "runs").entries()].count("probe") == 5
 
 
 def test_a_resumed_probe_keeps_its_number_format(probe, tmp_path, monkeypatch):
@@ -256,23 +302,6 @@ def test_task_scores_of_a_model_reach_prime(command, place, tmp_path):
     assert code == 1 and "scores 2 layers" in err and "has 4" in err
 
 
-def test_the_default_window_takes_the_bytes_of_a_state():
-    """8 D^2 bytes per query head against 4 D per token and key head."""
-    smol = LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
-    qwen = Qwen3Config(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
-    assert state_window(smol) == 384 == 9 * 8 * 64**2 // (3 * 4 * 64)
-    assert state_window(qwen) == 1024
-    assert make_options(smol, "m").windows == (384,)
-    assert make_options(smol, "m", context=256).windows == (64,)
-
-
-def test_retrieval_items_are_never_too_short_for_a_question():
-    smol = LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
-    lengths = lambda context: make_options(smol, "m", context=context).lengths
-    assert lengths(2048) == (512, 1024, 2048)
-    assert (lengths(256), lengths(300), lengths(64)) == ((128, 256), (128, 150, 300), (64,))
-
-
 @pytest.mark.parametrize(
     ("words", "exit_code", "part"),
     [
@@ -295,6 +324,9 @@ def test_retrieval_items_are_never_too_short_for_a_question():
         (["--window", "6_4"], 2, "no list of numbers"),
         (["--keep", "1_0"], 2, "no list of numbers"),
         (["--sequences", "0"], 2, "--sequences is 0"),
+        (["--data", ""], 2, "nothing was given"),
+        (["--data", os.devnull], 1, "the longest has 0"),
+        (["--seed", str(2**63)], 2, "below 2**63"),
         (["--select", "best"], 2, "no selection 'best'"),
         (["--select", "greedy", "--method", "hankel"], 2, "by swa or by mixer"),
         (["--method", "mixer", "--sequences", "10000"], 1, "take all there is"),
@@ -318,6 +350,12 @@ def test_refuses_what_cannot_be(probe, tmp_path, monkeypatch, dry, words, exit_c
     assert (code, report) == (exit_code, None), err
     assert part in err and "Traceback" not in err
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_empty_name_is_no_folder(command):
+    for words in (["probe", "", *SMALL], ["probe", "", "--scores", "x.csv"], ["prime", "", "--dry-run"]):
+        code, _, err = command(*words)
+        assert code == 2 and "nothing was given" in err
 
 
 def test_names_the_file_that_is_no_text(probe, tmp_path):

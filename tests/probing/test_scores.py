@@ -56,6 +56,7 @@ def test_a_person_sees_the_table_without_a_model(tmp_path, capfd):
         (["--context", "64", "--sequences", "2", "--items", "3"], "leave --context, --sequences, --items out"),
         (["--no-sinks", "--data", "builtin"], "leave --sinks, --data out"),
         (["--device", "cpu", "--dtype", "float32", "--seed", "1"], "leave --device, --dtype, --seed out"),
+        (["--revision", "main"], "leave --revision out"),
         (["--select", "greedy"], "leave it out"),
     ],
 )

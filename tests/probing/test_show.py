@@ -112,6 +112,8 @@ def test_a_loaded_model_counts_in_its_own_number_format(place):
 
     model, tokenizer = hybridize.load(place / "source", dtype="bfloat16", device="cpu")
     text = (place / "text" / "0.txt").read_text()
-    report = hybridize.probe(model, tokenizer, [text], context=64, sequences=1, windows=[8], layer="swa")
+    report = hybridize.probe(
+        model, tokenizer, [text], methods=["swa"], context=64, sequences=1, windows=[8], layer="swa"
+    )
     assert model.dtype == torch.bfloat16
     assert (report.buys["dtype"], report.buys["source_bytes_per_token"]) == ("bfloat16", 4 * 2 * 2 * 8 * 2)

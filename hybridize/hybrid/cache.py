@@ -37,6 +37,7 @@ class StateLayer(CacheLayerMixin):
         super().__init__()
         self.anchor = anchor
         self.record_past = False  # transformers' name: it reads and clears this
+        self.reach = MAX_ROLLBACK
         self._clear()
 
     def _clear(self) -> None:
@@ -64,7 +65,7 @@ class StateLayer(CacheLayerMixin):
             self._checkpoint, self._record = None, []
             o, self._state = scan(inputs, self._state, layout)
             return o
-        old = tokens - MAX_ROLLBACK
+        old = tokens - self.reach
         if old <= 0:
             o, self._state = scan(inputs, self._state, layout)
             self._record.append((inputs, layout))
@@ -88,12 +89,12 @@ class StateLayer(CacheLayerMixin):
 
     def _trim(self, scan: Scan) -> None:
         """Move the checkpoint on, piece by piece, when much more is recorded than can be asked back."""
-        if self._recorded() < 2 * MAX_ROLLBACK:
+        if self._recorded() < 2 * self.reach:
             return
         keep = 0
         for first in range(len(self._record) - 1, -1, -1):
             keep += self._record[first][0]["q"].shape[1]
-            if keep >= MAX_ROLLBACK:
+            if keep >= self.reach:
                 self._checkpoint = self._replay(scan, self._checkpoint, self._record[:first])
                 self._record = self._record[first:]
                 return
@@ -109,8 +110,12 @@ class StateLayer(CacheLayerMixin):
 
     # -- what transformers calls -------------------------------------------------------------------------------------
 
-    def activate_past_recording(self) -> None:
-        """Record inputs from now on, so that `crop` can take tokens back."""
+    def activate_past_recording(self, recurrent_states_to_keep: int | None = None, **kwargs: Any) -> None:
+        """Record inputs from now on, so that `crop` can take back MAX_ROLLBACK tokens, or as many as are asked for.
+
+        What releases of transformers pass beside that is for caches that keep other things.
+        """
+        self.reach = max(self.reach, recurrent_states_to_keep or 0)
         if not self.record_past:
             self.record_past = True
             if not self._behind:

@@ -1,12 +1,14 @@
 """The cache of a hybrid: rows chosen, repeated, reset; tokens taken back; caches that do not fit refused."""
 
 import copy
+import inspect
 import random
 
 import pytest
 import torch
 from hybrid_cases import CACHE, GKA, MIXERS, cache_of, check_equal, hybrid, make, run, source, states, tokens
-from transformers import DynamicCache
+from transformers import DynamicCache, cache_utils
+from transformers.cache_utils import CacheLayerMixin
 
 from hybridize.errors import HybridizeError
 from hybridize.hybrid.cache import MAX_ROLLBACK, RollbackError, StateLayer, install_state_layers
@@ -180,3 +182,36 @@ def test_what_transformers_reads():
     cache.reset()
     assert cache.get_seq_length() == 0 and cache.layers[0].state is None
     assert CACHE in ("cache", "past_key_values")
+
+
+def test_a_longer_reach_is_kept():
+    """Drafts longer than MAX_ROLLBACK are taken back whole if announced, in one piece or by steps."""
+    model, reach = hybrid("qwen3", "gdn"), MAX_ROLLBACK + 32
+    ids, last = tokens(1, 8 + 2 * reach), tokens(1, 1, seed=3)
+    for pieces in (1, 2 * reach // 4):
+        cache = DynamicCache(config=model.config)
+        run(model, ids[:, :8], cache)
+        for layer in cache.layers:
+            if isinstance(layer, StateLayer):
+                layer.activate_past_recording(recurrent_states_to_keep=reach)
+        for piece in ids[:, 8:].chunk(pieces, dim=1):
+            run(model, piece, cache)
+        cache.crop(-reach)
+        got = run(model, last, cache)
+        want = run(model, torch.cat([ids[:, : 8 + reach], last], 1))
+        torch.testing.assert_close(got.logits[:, -1], want.logits[:, -1], atol=1e-4, rtol=1e-4)
+
+
+def test_takes_what_transformers_own_layers_take():
+    """A release that passes a new argument to every layer of a cache must not fail at ours."""
+    own = [c for n, c in vars(cache_utils).items() if n.endswith("Layer") and issubclass(c, CacheLayerMixin)]
+    compared = 0
+    for name in ("activate_past_recording", "crop", "get_seq_length", "get_mask_sizes", "reorder_cache", "reset"):
+        ours = inspect.signature(getattr(StateLayer, name))
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in ours.parameters.values())
+        for method in {getattr(c, name) for c in own if hasattr(c, name)}:
+            compared += 1
+            for parameter in inspect.signature(method).parameters.values():
+                known = parameter.name in ours.parameters or takes_any
+                assert known, f"{method.__qualname__} takes {parameter.name}, StateLayer.{name} does not"
+    assert compared >= 6

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from hybrid_cases import CACHE, CASES, GKA, MIXERS, cache_of, hybrid, make, run, source, tokens
 from transformers import DynamicCache, StaticCache
 
@@ -73,7 +74,7 @@ def test_greedy(case, mixer):
 
 
 @pytest.mark.parametrize(("case", "mixer"), SOME)
-def test_beams_and_drafts(case, mixer, crops):
+def test_beams_and_drafts(case, mixer, crops, monkeypatch):
     model, plain = hybrid(case, mixer), source(case, initializer_range=0.15)
     ids = repeating()
     beams = {"num_beams": 3, "num_return_sequences": 2}
@@ -85,6 +86,8 @@ def test_beams_and_drafts(case, mixer, crops):
     assert torch.equal(generate(model, ids, assistant_model=plain), want), f"{case} {mixer} with an assistant"
     assert crops
     crops.clear()
+    if "window" not in case or transformers.__version__ >= "5.18":  # 5.17's own windows cannot take back long drafts
+        monkeypatch.setattr(model.generation_config, "assistant_confidence_threshold", 0.0)  # else it drafts one token
     assert torch.equal(generate(plain, ids, assistant_model=model), from_scratch(plain, ids)), (
         f"{case} {mixer} assisting"
     )

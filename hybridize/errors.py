@@ -1,6 +1,8 @@
 """Errors a person can act on: each message says what was found, where, and what to do."""
 
 import errno
+import os
+import re
 from collections.abc import Iterator
 
 DEBUG_VARIABLE = "HYBRIDIZE_DEBUG"
@@ -67,7 +69,6 @@ _FOREIGN = {
     "not in the local cache; check the connection, or give a local folder.",
     "huggingface_hub.EntryNotFoundError": "The repository on the Hub lacks a file that is needed; check that it holds "
     "a transformers model.",
-    "safetensors.SafetensorError": "A safetensors file is damaged or cut short; download or copy it again.",
 }
 _CONNECTION = {"ConnectError", "ConnectTimeout", "ReadTimeout", "ConnectionError", "Timeout"}
 _STATUS = {
@@ -88,6 +89,8 @@ def explain(error: BaseException) -> str | None:
     for link in _chain(error):
         if isinstance(link, OSError) and link.errno is not None:
             return _explain_os(link)
+        if isinstance(link, FileNotFoundError):  # without a number, from libraries that are not written in Python
+            return f"{link}; check the path."
     return None
 
 
@@ -101,8 +104,21 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
+def _explain_safetensors(text: str) -> str:
+    """safetensors has one error for damaged files and for what the system refuses, which it gives by number."""
+    number = re.search(r"os error (\d+)", text)
+    told = None if number is None else _explain_os(OSError(int(number[1]), os.strerror(int(number[1])), None))
+    if told is not None:
+        return told
+    if number is not None or "serializ" in text.lower().replace("deserializ", ""):
+        return f"A safetensors file could not be written or read ({text}); check the disk and try again."
+    return "A safetensors file is damaged or cut short; download or copy it again."
+
+
 def _explain_foreign(error: BaseException) -> str | None:
     names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
+    if "safetensors.SafetensorError" in names:
+        return _explain_safetensors(str(error))
     for name, sentence in _FOREIGN.items():
         if name in names:
             return sentence

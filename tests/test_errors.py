@@ -1,6 +1,8 @@
 """Every error a person can act on becomes one sentence; others are left alone."""
 
 import errno
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +57,29 @@ def test_hub_status(status: int, part: str) -> None:
     error = foreign("huggingface_hub", "HfHubHTTPError")
     error.response = type("Response", (), {"status_code": status})()  # type: ignore[attr-defined]
     assert part in (errors.explain(error) or "")
+
+
+def test_the_real_safetensors_errors_are_told_apart(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    whole, cut = tmp_path / "whole.safetensors", tmp_path / "cut.safetensors"
+    save_file({"a": torch.zeros(10)}, whole)
+    cut.write_bytes(whole.read_bytes()[:-7])
+
+    def told(work: Callable[[], object]) -> str:
+        with pytest.raises(Exception) as caught:
+            work()
+        return errors.explain(caught.value) or "nothing"
+
+    assert "damaged" in told(lambda: load_file(cut))
+    assert "check the path" in told(lambda: load_file(tmp_path / "none.safetensors"))
+    for name in ("file", "lost/file"):
+        sentence = told(lambda name=name: save_file({"a": torch.zeros(10)}, whole / name))
+        assert "damaged" not in sentence and sentence != "nothing", sentence
+    full = foreign("safetensors", "SafetensorError")
+    full.args = ("Error while serializing: I/O error: No space left on device (os error 28)",)
+    assert "The disk is full" in (errors.explain(full) or "")
 
 
 def test_a_cause_is_found_behind_what_wraps_it() -> None:

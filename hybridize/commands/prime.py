@@ -71,7 +71,7 @@ def command(
         typer.Option(
             "--compute",
             callback=options.one_of("float32", "bfloat16"),
-            help="What distill and adapt compute in. Default: bfloat16 on CUDA.",
+            help="What distill and adapt compute in; with bfloat16 the rest may use TF32. Default: bfloat16 on CUDA.",
         ),
     ] = None,
     evaluate_every: Annotated[

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybridize.builtin import BUILTIN, model_name, open_model
 from hybridize.console import Console
-from hybridize.devices import pick_device
+from hybridize.devices import pick_device, tensor_cores
 from hybridize.errors import CheckpointError
 from hybridize.hybrid.families import check_config
 from hybridize.hybrid.model import convert, mixers
@@ -157,7 +157,7 @@ def prime(
     # Weights and two moments, twice while a checkpoint is replaced; and where they are kept, the best weights.
     check_disk_space(final, accounting.checkpoint_bytes + 28 * accounting.trained_parameters)
     check_shares(options.batch_size)
-    with joined(target), ExitStack() as stack:
+    with joined(target), tensor_cores(target, options.compute != "float32"), ExitStack() as stack:
         folder, options = from_first((folder, options))
         if rank() == 0:
             if not resume:

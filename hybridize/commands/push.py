@@ -46,6 +46,15 @@ def command(
         bool, typer.Option("--dry-run", help="Check everything, list all that is wrong, and send nothing.")
     ] = False,
     device: options.Device = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype",
+            callback=options.one_of(*options.DTYPES),
+            help="Number format to try the model in. Default: the folder's own.",
+        ),
+    ] = None,
+    seed: options.Seed = 0,
     workspace: options.Workspace = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -79,6 +88,8 @@ def command(
         yes=yes,
         dry_run=dry_run,
         device=device,
+        dtype=dtype,
+        seed=seed,
         workspace=workspace,
         console=console,
         confirm=(lambda question: typer.confirm(question, default=True, err=True)) if asks else None,

@@ -27,7 +27,7 @@ from hybridize.hybrid.config import PREFIX, plan_of
 from hybridize.hybrid.loading import load
 
 _PROMPT = "The quick brown fox"
-_NEW_TOKENS = 8
+_DRAWN, _NEW_TOKENS = 8, 8  # random tokens behind the prompt, and tokens to write
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,39 @@ class Preflight:
         }
 
 
+@dataclass(frozen=True)
+class Trial:
+    """How the model is tried: where, in which number format (None: its own), and on which random tokens."""
+
+    device: str | None = None
+    dtype: str | None = None
+    seed: int = 0
+
+    @torch.no_grad()
+    def findings(self, folder: Path, raw: dict[str, Any], file: str) -> list[Finding]:
+        """Load the model as a person would, and let it write a few tokens; `file` is to blame when it cannot."""
+        try:
+            model, tokenizer = load(folder, dtype=self.dtype or raw.get("dtype"), device=self.device)
+            generator = torch.Generator().manual_seed(self.seed)
+            words = tokenizer(_PROMPT, add_special_tokens=False)["input_ids"]
+            drawn = torch.randint(len(tokenizer), (_DRAWN,), generator=generator).tolist()
+            ids = torch.tensor([words + drawn], device=model.device)
+            finite = bool(model(ids).logits.isfinite().all())
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=_NEW_TOKENS,
+                min_new_tokens=_NEW_TOKENS,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            return [Finding(file, f"cannot be loaded and run ({_reason(error)})")]
+        return [] if finite else [Finding(file, "gives logits that are not finite; run hybridize prime again.")]
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """A hybrid's config.json; CheckpointError where it is none, or cannot be read."""
     path = folder / "config.json"
@@ -73,7 +106,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_folder(
-    folder: Path, raw: dict[str, Any], origin: Origin, console: Console, device: str | None = None
+    folder: Path, raw: dict[str, Any], origin: Origin, console: Console, trial: Trial | None = None
 ) -> Preflight:
     """Check files, sums, tensors, config and companions, and let a sound model write a few tokens."""
     contents, findings = list_contents(folder)
@@ -95,7 +128,7 @@ def check_folder(
     findings += tensors.check_values(console)
     tried = not findings
     if tried:
-        findings += _try_out(folder, raw, tensors.main, device)
+        findings += (trial or Trial()).findings(folder, raw, tensors.main)
     found = sorted(set(findings))
     return Preflight(raw, contents, found, len(tensors.places), tensors.bytes, listed, tried)
 
@@ -161,28 +194,6 @@ def _listed(value: Any) -> list[int]:
     if value is None:
         return []
     return list(value) if isinstance(value, list) else [value]
-
-
-@torch.no_grad()
-def _try_out(folder: Path, raw: dict[str, Any], file: str, device: str | None) -> list[Finding]:
-    """Load the model as a person would, and let it write a few tokens."""
-    try:
-        model, tokenizer = load(folder, dtype=raw.get("dtype"), device=device)
-        inputs = tokenizer(_PROMPT, return_tensors="pt", add_special_tokens=False).to(model.device)
-        finite = bool(model(inputs["input_ids"]).logits.isfinite().all())
-        model.generate(
-            inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            max_new_tokens=_NEW_TOKENS,
-            min_new_tokens=_NEW_TOKENS,
-            do_sample=False,
-            pad_token_id=0,
-        )
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        return [Finding(file, f"cannot be loaded and run ({_reason(error)})")]
-    return [] if finite else [Finding(file, f"gives logits that are not finite for {_PROMPT!r}; run prime again.")]
 
 
 def _reason(error: Exception) -> str:

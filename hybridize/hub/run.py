@@ -15,7 +15,7 @@ from hybridize.hub.card import MARK, write_card
 from hybridize.hub.contents import CARD, Contents
 from hybridize.hub.metadata import check_metadata, lacking, read_card
 from hybridize.hub.origin import Origin, find_origin
-from hybridize.hub.preflight import Preflight, check_folder, read_config
+from hybridize.hub.preflight import Preflight, Trial, check_folder, read_config
 from hybridize.hub.upload import Hub, Target, check_target
 from hybridize.hybrid.plan import LayerPlan
 from hybridize.workspace import Workspace, write_text
@@ -35,6 +35,8 @@ def push(
     yes: bool = False,
     dry_run: bool = False,
     device: str | None = None,
+    dtype: str | None = None,
+    seed: int = 0,
     workspace: str | os.PathLike[str] | None = None,
     console: Console | None = None,
     confirm: Callable[[str], bool] | None = None,
@@ -44,6 +46,7 @@ def push(
     Without a folder: the workspace's last hybrid. Without a repository, USER/SOURCE-MIXER-PERCENT is proposed to
     `confirm`, or taken with `yes`. A card of one's own in the folder is kept unless `card` is "overwrite". dry_run:
     verify only, with all that is wrong under `findings`; otherwise CheckpointError lists it before anything is sent.
+    The model is tried on `device`, in `dtype` or else its own, on tokens drawn with `seed`.
     Raises UsageError for a wrong or missing name, HubError for what the Hub refuses.
     """
     console = console or Console(quiet=True)
@@ -59,7 +62,7 @@ def push(
     hub = Hub()
     user = "USER" if dry_run else hub.user()
     origin = find_origin((raw.get("hybrid") or {}).get("source") or {})
-    preflight = check_folder(path, raw, origin, console, device)
+    preflight = check_folder(path, raw, origin, console, Trial(device, dtype, seed))
     own = _own_card(path, card)
     if own is not None:
         preflight.findings.extend(check_metadata(own))

@@ -12,7 +12,7 @@ from typing import Any
 
 from hybridize.console import Console, size
 from hybridize.errors import HubError, UsageError
-from hybridize.hub.contents import Contents
+from hybridize.hub.contents import CARD, Contents
 from hybridize.hub.refusals import LOG_IN, explained
 from hybridize.weights import INDEX
 
@@ -71,9 +71,11 @@ class Hub:
 
     def push(self, folder: Path, contents: Contents, target: Target, console: Console) -> dict[str, Any]:
         """Upload the files and commit them; returns the commit's id and addresses."""
-        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete, ModelCard
 
         there = self.prepare(target)
+        with explained(target.repository):  # the commit, which comes last, would check it as well
+            ModelCard((folder / CARD).read_text("utf-8")).validate("model")
         additions = [CommitOperationAdd(name, str(folder / name)) for name in contents.files]
         stale = sorted(_stale({file.rfilename for file in there.siblings or []}, set(contents.files)))
         where = {"revision": target.revision, "create_pr": target.create_pr}
@@ -95,7 +97,7 @@ class Hub:
         return {
             "commit": commit.oid,
             "unchanged": commit.oid == there.sha,
-            "url": commit.repo_url.url if commit.repo_url else f"{self.api.endpoint}/{target.repository}",
+            "url": f"{self.api.endpoint}/{target.repository}",
             "pull_request": commit.pr_url,
             "removed": stale,
         }

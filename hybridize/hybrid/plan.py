@@ -58,6 +58,12 @@ class LayerPlan:
         """The converted layers, counted from 0."""
         return [i for i, kind in enumerate(self.kinds) if kind is not None]
 
+    @property
+    def label(self) -> str:
+        """The mixers and the share of converted layers in percent, such as gka-50."""
+        kinds = sorted({kind for kind in self.kinds if kind})
+        return "-".join([*kinds, str(round(100 * len(self.layers) / len(self.kinds)))])
+
     def check_length(self, num_layers: int) -> None:
         """PlanError unless the plan has one entry for each of the model's layers."""
         if len(self.kinds) == num_layers:

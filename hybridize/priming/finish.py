@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
+from hybridize.checksums import write_checksums
 from hybridize.priming.checkpoints import explained_write
-from hybridize.sources import Source
+from hybridize.sources import Source, companions
 from hybridize.workspace import atomic_folder, write_json
-
-_WEIGHTS = (".safetensors", ".bin", ".index.json", ".gguf", ".pt", ".pth", ".h5", ".msgpack")
 
 
 def stated(losses: dict[str, float]) -> dict[str, Any]:
@@ -32,6 +31,7 @@ def write_hybrid(hybrid: Any, source: Source, output: str, dtype: torch.dtype, r
         hybrid.to(dtype).save_pretrained(partial)
         copy_companions(source, partial)
         write_json(partial / "prime.json", report)
+        write_checksums(partial)
 
 
 def copy_companions(source: Source, folder: Path) -> None:
@@ -39,10 +39,8 @@ def copy_companions(source: Source, folder: Path) -> None:
     if source.gguf:
         source.tokenizer.save_pretrained(folder)
         return
-    for path in sorted(source.path.iterdir()):
-        own = path.name in ("config.json", "README.md", "prime.json") or path.name.endswith(_WEIGHTS)
-        if path.is_file() and not own and not path.name.startswith("."):
-            shutil.copyfile(path, folder / path.name)
+    for path in companions(source.path):
+        shutil.copyfile(path, folder / path.name)
 
 
 def _perplexity(loss: float) -> float:

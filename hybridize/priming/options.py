@@ -317,5 +317,4 @@ def chosen_layers(options: PrimeOptions, plan: LayerPlan) -> str:
 def run_name(source: Source, plan: LayerPlan) -> str:
     """Source, mixers and ratio, such as Qwen3-0.6B-gka-50."""
     origin = Path(source.gguf or source.repository or source.path.name).name.removesuffix(".gguf")
-    kinds = sorted({kind for kind in plan.kinds if kind})
-    return f"{origin}-{'-'.join(kinds)}-{round(100 * len(plan.layers) / len(plan.kinds))}"
+    return f"{origin}-{plan.label}"

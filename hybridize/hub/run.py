@@ -16,6 +16,7 @@ from hybridize.hub.contents import CARD, Contents
 from hybridize.hub.metadata import check_metadata, lacking, read_card
 from hybridize.hub.origin import Origin, find_origin
 from hybridize.hub.preflight import Preflight, Trial, check_folder, read_config
+from hybridize.hub.remote_code import CODE, with_auto_map, write_remote_code
 from hybridize.hub.upload import Hub, Target, check_target
 from hybridize.hybrid.plan import LayerPlan
 from hybridize.workspace import Workspace, write_text
@@ -46,6 +47,7 @@ def push(
     Without a folder: the workspace's last hybrid. Without a repository, USER/SOURCE-MIXER-PERCENT is proposed to
     `confirm`, or taken with `yes`. A card of one's own in the folder is kept unless `card` is "overwrite". dry_run:
     verify only, with all that is wrong under `findings`; otherwise CheckpointError lists it before anything is sent.
+    Of a sound folder, the card, the modelling code and the place in config.json that names it are written anew.
     The model is tried on `device`, in `dtype` or else its own, on tokens drawn with `seed`.
     Raises UsageError for a wrong or missing name, HubError for what the Hub refuses.
     """
@@ -71,9 +73,10 @@ def push(
         if dry_run:
             return {"dry_run": True, **report}
         raise CheckpointError(_listing(path, preflight))
+    named = with_auto_map(raw)
     if dry_run:
         report["repository"] = repository or _proposed(user, raw, origin)
-        written = own or _card(report["repository"], path, raw, origin, place)
+        written = own or _card(report["repository"], path, named, origin, place)
         return {"dry_run": True, **report, "card": written}
     if repository is None:
         repository = _proposed(user, raw, origin)
@@ -84,10 +87,11 @@ def push(
     message = commit_message or f"Upload a hybrid, {raw['hybrid']['pattern']}"
     target = replace(target, repository=repository, message=message)
     if own is None:
-        write_text(path / CARD, _card(repository, path, raw, origin, place))
+        write_text(path / CARD, _card(repository, path, named, origin, place))
     elif missing := lacking(own):
         console.warn(f"{path / CARD} is your own and is kept; its metadata has no {' and no '.join(missing)}.")
-    contents = _with_card(path, preflight.contents)
+    write_remote_code(path, raw)
+    contents = _with_written(path, preflight.contents)
     _announce(console, path, contents, target)
     done = hub.push(path, contents, target, console)
     place.record("push", repository, folder=str(path), commit=done["commit"])
@@ -154,9 +158,9 @@ def _text(path: Path) -> str:
     return path.read_text("utf-8", errors="replace") if path.is_file() else ""
 
 
-def _with_card(folder: Path, contents: Contents) -> Contents:
-    """The contents with the card, which may be new."""
-    names = sorted({*contents.files, CARD})
+def _with_written(folder: Path, contents: Contents) -> Contents:
+    """The contents with the card and the modelling code, which may be new."""
+    names = sorted({*contents.files, CARD, CODE})
     return Contents({name: (folder / name).stat().st_size for name in names}, contents.left_out)
 
 

@@ -140,6 +140,8 @@ class HybridCausalLM:
 
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """Save as transformers does; files get the permissions that other files get here (safetensors makes 0600)."""
+        if self._auto_class is None and hasattr(self.config, "auto_map"):
+            del self.config.auto_map  # it names code that lies beside a pushed model, and not beside this one
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         umask = os.umask(0)
         os.umask(umask)

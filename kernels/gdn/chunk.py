@@ -105,8 +105,8 @@ def chunk_gated_delta_rule(
         from hybridize.kernels.gdn import chunk_triton
 
         o, final = chunk_triton.chunk_gated_delta_rule(q, k, v, g, beta, scale, initial_state, cu_seqlens)
-    else:
-        o, final = torch_chunk_gated_delta_rule(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size)
+        return o, final if output_final_state else None
+    o, final = torch_chunk_gated_delta_rule(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size)
     return o, final if output_final_state else None
 
 

@@ -39,7 +39,7 @@ def test_a_second_push_sends_what_changed_and_removes_old_weights(hub, push, fol
     whole = shutil.copytree(place / "hybrid", tmp_path / "whole")
     code, report, err = push(whole, NAME, "-m", "One file")
     assert code == 0, err
-    assert report["removed"] == sorted(n for n in on_disk(folder) if n.startswith("model"))
+    assert report["removed"] == sorted(n for n in on_disk(folder) if n.startswith(("model-", "model.")))
     assert hub.head(NAME).message == "One file"
     assert hub.head(NAME).files == {**on_disk(whole), "picture.png": b"theirs"}
 

@@ -149,6 +149,11 @@ def open_source(name: str | os.PathLike[str], revision: str | None = None, *, we
     return _open_repository(name, revision)
 
 
+def fetch_model(repository: str) -> Path:
+    """The folder of a repository on the Hub with its config, tokenizer and weights, downloaded if need be."""
+    return _download(repository, None, [*_TEXT_FILES, "*.safetensors"])
+
+
 def companions(folder: Path) -> list[Path]:
     """What a hybrid takes over from its source's folder: tokenizer, chat template, generation config, licence."""
     paths = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
@@ -224,7 +229,7 @@ def _refuse(name: str, raw: dict[str, Any]) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     model_type = raw["model_type"]
-    if model_type.startswith("hybridize_") or "hybrid" in raw:
+    if model_type.startswith(("hybridize_", "hybrid_")) or "hybrid" in raw:
         raise SourceError(f"{name} is a hybrid already; give the plain model that it was made from.")
     quantised = raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config")
     if quantised:

@@ -33,19 +33,22 @@ class StateCache(Protocol):
 class ShortConv(nn.Module):
     """Depthwise causal convolution over `width` tokens; the last tap is the current token. Starts as identity."""
 
-    def __init__(self, channels: int, width: int):
+    def __init__(self, channels: int, width: int, bias: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, width))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         self.weight.zero_()
         self.weight[:, -1] = 1.0
+        if self.bias is not None:
+            self.bias.zero_()
 
     # The weight is used in a forward of its own module, because offloading brings it in there.
     def forward(self, x: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         """x [B, T, C] and short_conv's options -> y [B, T, C] and the new tail [B, width - 1, C]."""
-        return short_conv(x, self.weight, **options)
+        return short_conv(x, self.weight, self.bias, **options)
 
 
 class HeadNorm(nn.Module):
@@ -106,8 +109,8 @@ class Mixer(nn.Module):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """This kind's settings in `config.hybrid`; a change there takes effect at the next forward."""
-        return self.config.hybrid["mixers"][self.kind]
+        """This kind's settings in `config.hybrid`, read anew at every forward; by default what is not said there."""
+        return {**self.defaults, **self.config.hybrid["mixers"][self.kind]}
 
     # -- what a mixer adds to the source's projections ---------------------------------------------------------------
 
@@ -215,11 +218,17 @@ class Mixer(nn.Module):
 
 
 class StateSpaceMixer(Mixer):
-    """What GKA, GDN and Mamba-2 share: convolutions on q, k, v, a decay gate, a normed and gated read-out."""
+    """What GKA, GDN and Mamba-2 share: convolutions on q, k, v, a decay gate, a normed and gated read-out.
+
+    Settings: conv_size, conv_activation (None or silu), conv_bias; rope, and qk_norm, whether the source's are kept;
+    memory, time constants in tokens of the first and the last head at the start; norm_eps, of the read-out's norm.
+    """
 
     defaults: ClassVar[dict[str, Any]] = {
         "conv_size": 4,
         "conv_activation": None,
+        "conv_bias": False,
+        "qk_norm": True,
         "rope": True,
         "memory": (1.0, 64.0),
         "norm_eps": 1e-3,
@@ -227,10 +236,14 @@ class StateSpaceMixer(Mixer):
 
     def __init__(self, config: Any, attention: nn.Module, layer_idx: int):
         super().__init__(config, attention, layer_idx)
-        width, hidden = self.settings["conv_size"], config.hidden_size
-        self.q_conv = ShortConv(self.heads * self.head_dim, width)
-        self.k_conv = ShortConv(self.kv_heads * self.head_dim, width)
-        self.v_conv = ShortConv(self.kv_heads * self.head_dim, width)
+        settings, hidden = self.settings, config.hidden_size
+        if not settings["qk_norm"]:
+            for name in {"q_norm", "k_norm"} & self._modules.keys():
+                delattr(self, name)
+        width, bias = settings["conv_size"], settings["conv_bias"]
+        self.q_conv = ShortConv(self.heads * self.head_dim, width, bias)
+        self.k_conv = ShortConv(self.kv_heads * self.head_dim, width, bias)
+        self.v_conv = ShortConv(self.kv_heads * self.head_dim, width, bias)
         self.a_proj = nn.Linear(hidden, self.heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(self.heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(self.heads, dtype=torch.float32))

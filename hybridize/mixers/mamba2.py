@@ -15,12 +15,16 @@ from hybridize.mixers.tokens import State
 
 
 class Mamba2Mixer(StateSpaceMixer):
-    """State: one matrix h [P, N] for every head. B and C are normalised per head unless `qk_l2norm` is off."""
+    """State: one matrix h [P, N] for every head. B and C are normalised per head unless `qk_l2norm` is off.
+
+    gate_first: the read-out is gated before its norm, as Mamba-2 does by itself, and not behind it, as the others do.
+    """
 
     kind = "mamba2"
     defaults: ClassVar[dict[str, Any]] = {
         **StateSpaceMixer.defaults,
         "qk_l2norm": True,
+        "gate_first": False,
     }
 
     def __init__(self, config: Any, attention: nn.Module, layer_idx: int):
@@ -51,6 +55,12 @@ class Mamba2Mixer(StateSpaceMixer):
         kernel = recurrent_ssd if q.shape[1] == 1 else chunk_ssd
         o, new["h"] = kernel(x, self.timestep(inputs, lengths), rate, B, q, **options)
         return o, new
+
+    def readout(self, o: Tensor, hidden_states: Tensor) -> Tensor:
+        if not self.settings["gate_first"]:
+            return super().readout(o, hidden_states)
+        gate = F.silu(self.g_proj(hidden_states)).unflatten(-1, (self.heads, self.head_dim))
+        return self.o_norm(o * gate).flatten(-2)
 
     def state_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
         return {**self.conv_shapes(), "h": ((self.heads, self.head_dim, self.head_dim), torch.float32)}

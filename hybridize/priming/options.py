@@ -238,6 +238,10 @@ def _absolute(path: str | os.PathLike[str]) -> str:
 
 def check_settings(plan: LayerPlan, settings: dict[str, Any]) -> None:
     """UsageError when a mixer setting's value is not of its default's kind, or out of range; names are for convert."""
+    if settings.get("conv_activation") not in (None, "silu"):
+        raise UsageError(f"The setting conv_activation is {settings['conv_activation']!r}; it can be silu or null.")
+    if "memory" in settings and not _is_memory(settings["memory"]):
+        raise UsageError(f"The setting memory is {settings['memory']!r}; give two numbers of tokens, such as [1, 64].")
     for kind in filter(None, plan.kinds):
         for name, value in settings.items():
             default = MIXERS[kind].defaults.get(name)
@@ -250,6 +254,14 @@ def check_settings(plan: LayerPlan, settings: dict[str, Any]) -> None:
             number: Any = value
             if numeric and not (0 <= number < math.inf and (number > 0 or name in _MAY_BE_ZERO)):
                 raise UsageError(f"The setting {name} is {value}, which is too small or too large.")
+
+
+def _is_memory(value: Any) -> bool:
+    """Whether it is the time constants of the first and the last head: numbers above 0, the shorter one first."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in value)
+    return numbers and 0 < value[0] <= value[1] < math.inf
 
 
 def begin_run(folder: Path, options: PrimeOptions, source: Source, place: Workspace) -> None:

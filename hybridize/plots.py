@@ -69,11 +69,10 @@ def heat_map(
     axes: what rows and columns of a panel are; label: what the values are; span: the values at the colours' ends.
     """
     across, down = max(map(len, panels)), len(panels)
-    cells = [max(len(panel.columns) for row in panels for panel in row), max(len(p.rows) for row in panels for p in row)]
-    width, height = (
-        margin + count * (panel + cell * number)
-        for margin, count, panel, cell, number in zip(_MARGIN, (across, down), _PANEL, _CELL, cells, strict=True)
-    )
+    columns = max(len(panel.columns) for row in panels for panel in row)
+    rows = max(len(panel.rows) for row in panels for panel in row)
+    width = _MARGIN[0] + across * (_PANEL[0] + _CELL[0] * columns)
+    height = _MARGIN[1] + down * (_PANEL[1] + _CELL[1] * rows)
     figure = new_figure(width, height)
     places = figure.subplots(down, across, squeeze=False)
     image: Any = None

@@ -14,16 +14,19 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": set(),
     "mixers": {"kernels", "errors"},
     "hybrid": {"mixers", "kernels", "sources", *BASE},
-    "tasks": {"hybrid", "mixers", "kernels", "builtin", *BASE},
+    "tasks": {"hybrid", "mixers", "kernels", "builtin", "console", "plots", *BASE},
     "hub": {"tasks", "hybrid", "mixers", "kernels", "sources", "builtin", "console", "workspace", "checksums", *BASE},
     "priming": {
-        *("tasks", "hybrid", "mixers", "kernels", "sources", "builtin", "console", "workspace", "checksums"),
+        *("tasks", "hybrid", "mixers", "kernels", "sources", "builtin", "console", "plots", "workspace", "checksums"),
         *BASE,
     },
-    "probing": {"priming", "tasks", "hybrid", "mixers", "kernels", "sources", "builtin", "console", "workspace", *BASE},
+    "probing": {
+        *("priming", "tasks", "hybrid", "mixers", "kernels", "sources", "builtin", "console", "plots", "workspace"),
+        *BASE,
+    },
     "composition": {"tasks", "hybrid", "mixers", "kernels", "sources", "builtin", "console", "workspace", *BASE},
     "benching": {
-        *("composition", "tasks", "hybrid", "mixers", "kernels", "sources", "builtin", "console", "workspace"),
+        *("composition", "tasks", "hybrid", "mixers", "kernels", "sources", "builtin", "console", "plots", "workspace"),
         *BASE,
     },
     "commands": {
@@ -37,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
         "sources",
         "builtin",
         "console",
+        "plots",
         "workspace",
         *BASE,
     },
@@ -46,6 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "processes": set(),
     "weights": {"errors"},
     "workspace": {"console", "errors"},
+    "plots": {"errors", "workspace"},
     "checksums": {"errors", "workspace"},
     "sources": {"devices", "errors", "weights"},
     "builtin": {"errors", "sources", "workspace"},
@@ -60,6 +65,7 @@ LIGHT = [
     "processes",
     "console",
     "workspace",
+    "plots",
     "checksums",
     "devices",
     "weights",
@@ -144,6 +150,7 @@ def test_light_modules_import_torch_and_transformers_only_when_used() -> None:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 one = ast.Module([node], [])
                 heavy = {"torch", "transformers", "numpy", "huggingface_hub", "safetensors", "gguf", "triton", "rich"}
+                heavy |= {"matplotlib"}
                 wrong += [f"{path}:{line}" for target, line in imports(one, "") if target.split(".")[0] in heavy]
     assert not wrong, "\n".join(wrong)
 

@@ -106,8 +106,9 @@ def command(
       hybridize probe --scores importance.csv --count 18 --keep 0,35
     """
     from hybridize.console import Console
+    from hybridize.plots import check_plot
     from hybridize.probing.estimate import show_plan
-    from hybridize.probing.plot import check_plot, draw
+    from hybridize.probing.plot import draw
     from hybridize.probing.run import plan_probe, probe
     from hybridize.probing.show import show_report
     from hybridize.probing.windowed import SINKS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,21 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from hybridize.errors import UsageError
+from hybridize.plots import check_plot, new_figure, save
 from hybridize.processes import rank
-from hybridize.workspace import check_place, write_bytes
 
-FORMATS = ("png", "svg", "pdf")
 BOARD = "tensorboard"  # a folder of the run's
 
 
 def check_curve(plot: Path | None, board: bool) -> None:
     """UsageError or WorkspaceError for what would keep the curve from being drawn or sent, said before the work."""
     if plot is not None:
-        if _suffix(plot) not in FORMATS:
-            raise UsageError(f"--plot {plot}: the name must end in one of {', '.join('.' + name for name in FORMATS)}.")
-        check_place(plot.absolute(), "--plot")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise UsageError('--plot needs matplotlib, which is not installed: pip install "hybridize[plot]"')
+        check_plot(plot)
     if board and importlib.util.find_spec("tensorboard") is None:
         raise UsageError(
             '--tensorboard needs tensorboard, which is not installed: pip install "hybridize[tensorboard]"'
@@ -58,15 +52,11 @@ def sending(folder: Path, stage: str, step: int, board: bool) -> Iterator[Callab
 
 def draw_curve(log: Path, path: Path, title: str) -> None:
     """Draw a run's log: a panel per stage, its loss and where measured the held-out loss; replaces the file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     stages: dict[str, list[dict[str, Any]]] = {}
     for text in log.read_text("utf-8").splitlines() if log.exists() else []:
         line = json.loads(text)
         stages.setdefault(line["stage"], []).append(line)
-    figure = Figure(figsize=(1.5 + 3.5 * max(1, len(stages)), 3.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(1.5 + 3.5 * max(1, len(stages)), 3.5)
     axes = figure.subplots(1, max(1, len(stages)), squeeze=False)[0]
     for axis, (stage, lines) in zip(axes, stages.items(), strict=False):
         axis.plot([line["step"] for line in lines], [line["loss"] for line in lines], linewidth=1, label="loss")
@@ -77,10 +67,4 @@ def draw_curve(log: Path, path: Path, title: str) -> None:
         axis.set_ylabel("mean relative error" if stage == "align" else "nats per token")
         axis.legend(fontsize="x-small")
     figure.suptitle(title, fontsize="medium")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=_suffix(path), dpi=150)
-    write_bytes(path.absolute(), buffer.getvalue())
-
-
-def _suffix(path: Path) -> str:
-    return path.suffix.lower().lstrip(".")
+    save(figure, path)

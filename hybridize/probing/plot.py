@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridize.errors import UsageError
+from hybridize.plots import new_figure, save
 from hybridize.probing.report import ProbeReport
-from hybridize.workspace import check_place, write_bytes
 
-FORMATS = ("png", "svg", "pdf")
 _WHAT = {
     "swa": "KL in nats per token",
     "hankel": "singular values above 0.05, without sinks",
@@ -20,15 +16,6 @@ _WHAT = {
     "mixer": "KL in nats per token, fitted mixer in place",
     "tasks": "mean score lost",
 }
-
-
-def check_plot(path: Path) -> None:
-    """UsageError or WorkspaceError for what would keep `draw` from making this file, said before the work."""
-    if _suffix(path) not in FORMATS:
-        raise UsageError(f"--plot {path}: the name must end in one of {', '.join('.' + name for name in FORMATS)}.")
-    check_place(path.absolute(), "--plot")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError('--plot needs matplotlib, which is not installed: pip install "hybridize[plot]"')
 
 
 @dataclass(frozen=True)
@@ -41,21 +28,15 @@ class _Panel:
 
 
 def draw(report: ProbeReport, path: Path) -> None:
-    """Draw the scores into a file, in the format that its suffix names; see check_plot. Replaces it in one step."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    """Draw the scores into a file, in the format that its suffix names; replaces it in one step."""
     panels = _panels(report)
-    figure = Figure(figsize=(max(7.0, 0.22 * report.num_layers), 1.0 + 2.2 * len(panels)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(max(7.0, 0.22 * report.num_layers), 1.0 + 2.2 * len(panels))
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axis, panel in zip(axes, panels, strict=True):
         _draw_panel(axis, panel, report.select().layers)
     axes[-1].set_xlabel("layer")
     figure.suptitle(_title(report), fontsize="medium")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=_suffix(path), dpi=150)
-    write_bytes(path.absolute(), buffer.getvalue())
+    save(figure, path)
 
 
 def _panels(report: ProbeReport) -> list[_Panel]:
@@ -81,10 +62,6 @@ def _draw_panel(axis: Any, panel: _Panel, converted: list[int]) -> None:
     axis.axhline(0, color="black", linewidth=0.5)
     axis.set_title(panel.title, fontsize="small", loc="left")
     axis.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1.0, 0.5))
-
-
-def _suffix(path: Path) -> str:
-    return path.suffix.lower().lstrip(".")
 
 
 def _title(report: ProbeReport) -> str:

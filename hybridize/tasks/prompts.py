@@ -8,10 +8,10 @@ first word, which is moved until the last one fits.
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from typing import Any
 
 from hybridize.errors import DataError
@@ -44,6 +44,19 @@ class Question:
         for (_, sentence), piece in zip(self.hidden, pieces[1:], strict=True):
             parts += [sentence, piece]
         return "\n\n".join(part for part in [self.intro, *parts, self.question] if part)
+
+    def body(self, content: str) -> tuple[int, int]:
+        """[start, stop) of the text and what is hidden in it, in characters of the content."""
+        return len(self.intro) + len("\n\n"), len(content) - len(self.question)
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A question with its text, as ids; [start, stop) of the text and what is hidden in it; where the answer begins."""
+
+    ids: list[int]
+    body: tuple[int, int]
+    answer: int
 
 
 class TooShort(DataError):
@@ -82,6 +95,16 @@ class Frame:
         ids = self.prefix + self.ids(prompt)
         return ids + self.ids(answer), len(ids)
 
+    def tokens(self, content: str, characters: Sequence[int]) -> list[int]:
+        """The number of the first token that holds something of the content from each of these characters on."""
+        text, borders = self.before + content + self.after, [len(self.before) + character for character in characters]
+        if getattr(self.tokenizer, "is_fast", False):
+            stops = [stop for _, stop in self._spans(text)]
+            return [len(self.prefix) + bisect_right(stops, border) for border in borders]
+        # Of the tokens that the text before has by itself, those that the whole text begins with too.
+        ids = self.ids(text)
+        return [len(self.prefix) + _agreeing(self.ids(text[:border]), ids) for border in borders]
+
     def ids(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
@@ -89,8 +112,7 @@ class Frame:
     def words(self, text: str) -> dict[int, int]:
         """Places where the text can be cut: token number (ascending) to character number."""
         if getattr(self.tokenizer, "is_fast", False):
-            found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            spans = found["offset_mapping"]
+            spans = self._spans(text)
         else:  # as if every character were as many tokens; what is cut by it is counted afterwards
             share = len(self.ids(text)) / len(text)
             spans = [(int(n / share), int((n + 1) / share)) for n in range(int(len(text) * share))]
@@ -108,10 +130,21 @@ class Frame:
         words = [re.escape(token.content) for token in tokens if token.special]
         return re.compile("|".join(sorted(words, key=len, reverse=True))) if words else None
 
+    def _spans(self, text: str) -> list[tuple[int, int]]:
+        """[start, stop) of each token in characters, by a fast tokenizer."""
+        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        spans: list[tuple[int, int]] = found["offset_mapping"]
+        return spans
+
     def _beginning(self) -> list[int]:
         """The tokens that the tokenizer puts before any text."""
         plain, ids = self.ids("a"), self.tokenizer("a", verbose=False)["input_ids"]
         return next(ids[:n] for n in range(len(ids)) if ids[n : n + len(plain)] == plain)
+
+
+def _agreeing(some: Sequence[int], others: Sequence[int]) -> int:
+    """How many of both, from the first on, are the same."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False)))
 
 
 def _opened(tokenizer: Any) -> str:
@@ -150,8 +183,8 @@ class Filler:
         if not self.documents:
             raise DataError("There is no text to hide anything in; give --data something to read.")
 
-    def fill(self, question: Question, length: int, place: float) -> tuple[list[int], int]:
-        """Ids of the question about a text from `place` (0 to 1) on, `length` in all, and where the answer begins.
+    def fill(self, question: Question, length: int, place: float) -> Filled:
+        """The question about a text from `place` (0 to 1) on, `length` tokens in all.
 
         Raises TooShort, or DataError where there is too little text.
         """
@@ -169,7 +202,7 @@ class Filler:
             f"The text cannot be cut between words to make exactly {length:,} tokens; give other text with --data."
         )
 
-    def _cut(self, question: Question, length: int, room: int, place: float) -> tuple[list[int], int] | None:
+    def _cut(self, question: Question, length: int, room: int, place: float) -> Filled | None:
         """The same with about `room` tokens of the text from `place` on, where that can be cut to fit."""
         text, words = self._text(place, room, length)
         tokens = list(words)
@@ -184,9 +217,11 @@ class Filler:
                 tried.add(room)
                 cuts = [words[token] for token in (first, *_within(inner, first, first + room), first + room)]
                 pieces = [text[a:b].strip() for a, b in pairwise(cuts)]
-                ids, answer = self.frame.encode(question.content(pieces), question.lead, question.answer)
+                content = question.content(pieces)
+                ids, answer = self.frame.encode(content, question.lead, question.answer)
                 if len(ids) == length:
-                    return ids, answer
+                    start, stop = self.frame.tokens(content, question.body(content))
+                    return Filled(ids, (start, stop), answer)
                 room -= len(ids) - length
         return None
 

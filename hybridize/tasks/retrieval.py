@@ -1,7 +1,9 @@
-"""Retrieval probes: a pass key, key-value pairs and a copy, hidden at a depth in real text and asked for at its end.
+"""Retrieval probes: something is hidden at a depth in real text and asked for at its end.
 
-All of it comes from a seed and needs no download. The reply's first words are given, so that even a small model knows
-what is asked of it, and an answer's log-probability tells more than whether it is right.
+A pass key, key-value pairs and a copy show what a layer remembers; more keys, more values, and facts that must be put
+together, what is left of a long text. All of it comes from a seed and needs no download. The reply's first words are
+given, so that even a small model knows what is asked of it, and an answer's log-probability tells more than whether it
+is right.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ from torch import Tensor
 
 from hybridize.errors import DataError
 from hybridize.hybrid.walk import entry_device
+from hybridize.tasks.facts import tell
 from hybridize.tasks.perplexity import LOGIT_ROWS, head_logits
 from hybridize.tasks.prompts import Filler, Frame, Question, TooShort
 
 TASKS = ("passkey", "recall", "copy")
+LONG_TASKS = ("passkey", "multikey", "multivalue", "facts")  # of which no item holds more, the longer it is
 DEPTHS = 5
 _Z = 1.959964  # of a normal distribution, for 95 %
 _TOKENS_PER_PAIR = 64  # of an item of recall
+_KEYS, _VALUES = 8, 4  # of an item of multikey, and of multivalue
 _COPIED = 6  # words
 _COLOURS_AND_SUCH = (
     "amber ancient bitter blue brave bright broken calm clever cold copper crimson curious dark distant dry eager "
@@ -48,7 +53,8 @@ _ADJECTIVES, _NOUNS = _COLOURS_AND_SUCH.split(), _THINGS.split()
 class Item:
     """One question: ids int64 [length]; [start, stop) of the answer's tokens, at the end; depth of what is asked for.
 
-    depth is the share of the filler's tokens that precede it, from 0 to 1.
+    depth is the share of the filler's tokens that precede it, from 0 to 1; of several things, the first. body is
+    [start, stop) of the tokens of the text and of what is hidden in it: instructions precede it, the question follows.
     """
 
     task: str
@@ -56,6 +62,7 @@ class Item:
     depth: float
     ids: Tensor
     answer: tuple[int, int]
+    body: tuple[int, int]
 
 
 def make_items(
@@ -92,8 +99,8 @@ def make_items(
 def _item(filler: Filler, seed: int, task: str, length: int, depth: float, number: int) -> Item:
     pick = random.Random(f"{seed} {task} {length} {depth:.6f} {number}")
     question = _QUESTIONS[task](pick, depth, length)
-    ids, start = filler.fill(question, length, pick.random())
-    return Item(task, length, depth, torch.tensor(ids), (start, length))
+    found = filler.fill(question, length, pick.random())
+    return Item(task, length, depth, torch.tensor(found.ids), (found.answer, length), found.body)
 
 
 def _least_length(filler: Filler, seed: int, task: str, length: int, cells: Iterable[tuple[float, int]]) -> int:
@@ -118,7 +125,15 @@ def _passkey(pick: random.Random, depth: float, length: int) -> Question:
 
 
 def _recall(pick: random.Random, depth: float, length: int) -> Question:
-    count = max(2, length // _TOKENS_PER_PAIR)
+    return _pairs(pick, depth, max(2, length // _TOKENS_PER_PAIR))
+
+
+def _multikey(pick: random.Random, depth: float, length: int) -> Question:
+    return _pairs(pick, depth, _KEYS)
+
+
+def _pairs(pick: random.Random, depth: float, count: int) -> Question:
+    """So many keys with a number each, of which one is asked for; the others lie anywhere."""
     names = pick.sample([f"{adjective} {noun}" for adjective in _ADJECTIVES for noun in _NOUNS], count)
     numbers = pick.sample(range(1000, 10_000), count)
     pairs = [f"The number of the {name} is {number}." for name, number in zip(names, numbers, strict=True)]
@@ -143,10 +158,45 @@ def _copy(pick: random.Random, depth: float, length: int) -> Question:
     )
 
 
+def _multivalue(pick: random.Random, depth: float, length: int) -> Question:
+    """One key with several numbers: the first at the depth, each other one somewhere in its share of what follows."""
+    name = f"{pick.choice(_ADJECTIVES)} {pick.choice(_NOUNS)}"
+    numbers = pick.sample(range(1000, 10_000), _VALUES)
+    shares = [0.0, *((n + pick.random()) / _VALUES for n in range(1, _VALUES))]
+    return Question(
+        "Numbers are hidden in the text below. Remember them.",
+        [
+            (depth + (1 - depth) * share, f"A number of the {name} is {n}.")
+            for share, n in zip(shares, numbers, strict=True)
+        ],
+        f"What are all the numbers of the {name}, in the order in which they are in the text?",
+        f"The numbers of the {name}, in order, are ",
+        ", ".join(map(str, numbers)),
+    )
+
+
+def _facts(pick: random.Random, depth: float, length: int) -> Question:
+    """A story whose first supporting sentence is at the depth; those before and after it lie anywhere on their side."""
+    story = tell(pick)
+    first = story.supporting[0]
+    before = sorted(depth * pick.random() for _ in range(first))
+    after = sorted(depth + (1 - depth) * pick.random() for _ in story.sentences[first + 1 :])
+    return Question(
+        "Sentences about people, and about things that they carry, are hidden in the text below. Remember them.",
+        list(zip([*before, depth, *after], story.sentences, strict=True)),
+        story.question,
+        story.lead,
+        story.answer,
+    )
+
+
 _QUESTIONS: dict[str, Callable[[random.Random, float, int], Question]] = {
     "passkey": _passkey,
     "recall": _recall,
     "copy": _copy,
+    "multikey": _multikey,
+    "multivalue": _multivalue,
+    "facts": _facts,
 }
 
 
@@ -176,15 +226,31 @@ def _answers(model: Any, items: Sequence[Item]) -> tuple[Tensor, Tensor]:
     row = torch.cat([torch.full((item.answer[1] - item.answer[0],), number) for number, item in enumerate(items)])
     place = torch.cat([torch.arange(*item.answer) for item in items])
     before = hidden[row.to(hidden.device), place.to(hidden.device) - 1]
+    found, first = _tokens(model, before, ids[row, place])
+    count = row.bincount().float()
+    total = torch.zeros(len(items)).index_add_(0, row, found)
+    return total / count, torch.zeros(len(items)).index_add_(0, row, first.float()) == count
+
+
+@torch.no_grad()
+def score_answer(model: Any, hidden: Tensor, answer: Tensor) -> tuple[float, bool]:
+    """What `measure` says of one answer, int64 [T], whose tokens are predicted from hidden states [T, hidden].
+
+    That is, of whatever read the item, the states after the final norm at answer[0] - 1 up to answer[1] - 2.
+    """
+    found, first = _tokens(model, hidden, answer)
+    return found.mean().item(), bool(first.all())
+
+
+def _tokens(model: Any, hidden: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability in fp32 of each wanted token [T], and whether it is the first choice, on the CPU."""
     found, first = [], []
-    for some, wanted in zip(before.split(LOGIT_ROWS), ids[row, place].split(LOGIT_ROWS), strict=True):
+    for some, target in zip(hidden.split(LOGIT_ROWS), wanted.split(LOGIT_ROWS), strict=True):
         logits = head_logits(model, some)
-        target = wanted.to(logits.device)
+        target = target.to(logits.device)
         found.append(logits.log_softmax(-1).gather(-1, target[:, None])[:, 0].cpu())
         first.append((logits.argmax(-1) == target).cpu())
-    count = row.bincount().float()
-    total = torch.zeros(len(items)).index_add_(0, row, torch.cat(found))
-    return total / count, torch.zeros(len(items)).index_add_(0, row, torch.cat(first).float()) == count
+    return torch.cat(found), torch.cat(first)
 
 
 def summary(items: Sequence[Item], log_probability: Tensor, right: Tensor) -> dict[str, Any]:

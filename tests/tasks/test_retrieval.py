@@ -38,7 +38,8 @@ class Oracle:
 def test_measures_what_a_model_knows():
     lengths = [6, 9, 6, 9, 6]
     items = [
-        Item("copy", n, 0.5, torch.tensor([10 * number, *range(1, n)]), (n - 3, n)) for number, n in enumerate(lengths)
+        Item("copy", n, 0.5, torch.tensor([10 * number, *range(1, n)]), (n - 3, n), (1, 2))
+        for number, n in enumerate(lengths)
     ]
     # Row 10 misses one token of its answer, row 20 its last one, and row 30 the one before the answer.
     oracle, told = Oracle(60, {10: 7, 20: 5, 30: 5}), []
@@ -53,7 +54,7 @@ def test_measures_what_a_model_knows():
 def pico_items(count=5, lengths=(20, 33)):
     torch.manual_seed(3)
     return [
-        Item("copy", n, 0.5, torch.randint(2, VOCAB, (n,)), (n - 2 - number % 2, n))
+        Item("copy", n, 0.5, torch.randint(2, VOCAB, (n,)), (n - 2 - number % 2, n), (1, 9))
         for number, n in enumerate(lengths * count)
     ]
 
@@ -78,7 +79,7 @@ def test_right_is_what_greedy_decoding_gives():
         ids = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, min_new_tokens=new, do_sample=False
         )
-        given.append(Item(item.task, item.length, item.depth, ids[0], item.answer))
+        given.append(Item(item.task, item.length, item.depth, ids[0], item.answer, item.body))
     assert measure(model, given, 100)[1].all()
     for item in given:
         item.ids[-1] = (item.ids[-1] + 1) % VOCAB
@@ -99,8 +100,8 @@ def test_measures_a_model_whose_weights_are_elsewhere():
 def test_summary_by_hand():
     ids = torch.zeros(8, dtype=torch.int64)
     cells = [(512, 0.0), (512, 0.0), (512, 0.25), (1024, 0.0)]
-    items = [Item("recall", length, depth, ids, (6, 8)) for length, depth in cells]
-    items.append(Item("copy", 512, 1.0, ids, (6, 8)))
+    items = [Item("recall", length, depth, ids, (6, 8), (1, 5)) for length, depth in cells]
+    items.append(Item("copy", 512, 1.0, ids, (6, 8), (1, 5)))
     found = summary(items, torch.tensor([-1.0, -2.0, -3.0, -6.0, -0.5]), torch.tensor([True, False, True, False, True]))
     assert list(found) == ["recall", "copy"]
     recall = found["recall"]

@@ -18,6 +18,7 @@ class Mamba2Mixer(StateSpaceMixer):
     """State: one matrix h [P, N] for every head. B and C are normalised per head unless `qk_l2norm` is off."""
 
     kind = "mamba2"
+    recurrent: ClassVar[tuple[str, ...]] = ("h",)
     defaults: ClassVar[dict[str, Any]] = {
         **StateSpaceMixer.defaults,
         "qk_l2norm": True,

@@ -87,6 +87,11 @@ class StateLayer(CacheLayerMixin):
             )
         return self._state
 
+    def fill(self, state: State, tokens: int) -> None:
+        """Hold this state as if it came from a forward of `tokens` tokens."""
+        self._clear()
+        self._state, self._length, self.is_initialized = state, tokens, True
+
     def _trim(self, scan: Scan) -> None:
         """Move the checkpoint on, piece by piece, when much more is recorded than can be asked back."""
         if self._recorded() < 2 * self.reach:

@@ -88,6 +88,7 @@ class Mixer(nn.Module):
     kind: ClassVar[str]
     defaults: ClassVar[dict[str, Any]]
     fp32_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
+    recurrent: ClassVar[tuple[str, ...]] = ()  # the state tensors that `transition` multiplies
     # The source's modules; a family has qkv_proj or the three, and q/k norms or not.
     qkv_proj: nn.Module
     q_proj: nn.Module
@@ -163,6 +164,14 @@ class Mixer(nn.Module):
         packed = {name: layout.pack(x) for name, x in inputs.items()}
         o, new = self.mix(packed, layout.states_in(state), layout.lengths, layout.cu_seqlens)
         return layout.unpack(o), layout.states_out(new, state)
+
+    def transition(self, inputs: State, state: State | None, layout: TokenLayout | None) -> State:
+        """What a scan of these inputs multiplies an older state's recurrent tensors by; inputs and state as for `scan`.
+
+        {"log_decay": fp32 [B, H]} for a scalar per head, {"P": fp32 [B, H, Dk, Dk]} for a matrix from the left; nothing
+        where keys are appended. ValueError for packed documents.
+        """
+        return {}
 
     def features(
         self,
@@ -281,6 +290,19 @@ class StateSpaceMixer(Mixer):
     def log_decay(self, inputs: State, lengths: Tensor | None) -> Tensor:
         """What `decay_gate` makes of the logits, fp32 [B, T, H]; 0 behind each row's `lengths` tokens."""
         return inert(decay_of(inputs["a"], self.decay_gate), lengths)
+
+    def transition(self, inputs: State, state: State | None, layout: TokenLayout | None) -> State:
+        if layout is None:
+            return self.multiplier(inputs, state, None)
+        if layout.lengths is None:
+            raise ValueError("packed documents have no transition: each document starts from an empty state")
+        layout = layout.to(inputs["q"].device)
+        packed = {name: layout.pack(x) for name, x in inputs.items()}
+        return self.multiplier(packed, state, layout.lengths)
+
+    def multiplier(self, inputs: State, state: State | None, lengths: Tensor | None) -> State:
+        """The transition over each row's first `lengths` tokens."""
+        return {"log_decay": self.log_decay(inputs, lengths).sum(1)}
 
     def convolve(
         self, inputs: State, state: State | None, lengths: Tensor | None, cu_seqlens: Tensor | None

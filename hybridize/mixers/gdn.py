@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ class GDNMixer(StateSpaceMixer):
     """State: one key-value matrix S for every head."""
 
     kind = "gdn"
+    recurrent: ClassVar[tuple[str, ...]] = ("S",)
 
     def __init__(self, config: Any, attention: nn.Module, layer_idx: int):
         super().__init__(config, attention, layer_idx)
@@ -43,6 +44,17 @@ class GDNMixer(StateSpaceMixer):
         beta = inert(inputs["beta"].float().sigmoid(), lengths)
         o, new["S"] = kernel(q, k, v, self.log_decay(inputs, lengths), beta, **options)
         return o, new
+
+    def multiplier(self, inputs: State, state: State | None, lengths: Tensor | None) -> State:
+        # With values of zero the kernel only transforms the state it starts from: here the identity.
+        q, k, v, _ = self.convolve(inputs, state, lengths, None)
+        rows, dim = q.shape[0], self.head_dim
+        identity = torch.eye(dim, device=q.device).expand(rows, self.heads, dim, dim)
+        beta = inert(inputs["beta"].float().sigmoid(), lengths)
+        decay = self.log_decay(inputs, lengths)
+        _, P = chunk_gated_delta_rule(q, k, torch.zeros_like(v), decay, beta, initial_state=identity.contiguous())
+        assert P is not None
+        return {"P": P}
 
     def state_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
         return {**self.conv_shapes(), "S": ((self.heads, self.head_dim, self.head_dim), torch.float32)}

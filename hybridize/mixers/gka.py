@@ -16,6 +16,7 @@ class GKAMixer(StateSpaceMixer):
     """State: the Gram matrix H and the key-value matrix U of every head; `num_iters` may be lowered at serving time."""
 
     kind = "gka"
+    recurrent: ClassVar[tuple[str, ...]] = ("H", "U")
     defaults: ClassVar[dict[str, Any]] = {
         **StateSpaceMixer.defaults,
         "ridge": 0.02,

@@ -21,6 +21,7 @@ class Mamba2Mixer(StateSpaceMixer):
     """
 
     kind = "mamba2"
+    recurrent: ClassVar[tuple[str, ...]] = ("h",)
     defaults: ClassVar[dict[str, Any]] = {
         **StateSpaceMixer.defaults,
         "qk_l2norm": True,

@@ -68,20 +68,23 @@ class TooShort(DataError):
 
 
 class Frame:
-    """A tokenizer's own form of a user's message and the beginning of a reply; plain text where it has none."""
+    """A tokenizer's own form of a user's message and the beginning of a reply; plain text where it has none.
 
-    def __init__(self, tokenizer: Any):
+    system: what the model is told first; by default what the tokenizer's chat template says, or nothing.
+    """
+
+    def __init__(self, tokenizer: Any, system: str | None = None):
         self.tokenizer = tokenizer
         self.prefix: list[int] = []
         if getattr(tokenizer, "chat_template", None):
-            text = _opened(tokenizer)
+            text = _opened(tokenizer, system)
             self.before, _, self.after = text.partition(_MARK)
             if not self.after and not text.endswith(_MARK):
                 raise DataError("The tokenizer's chat template leaves out what the user says; give it another one.")
             if not self.after:
                 self.after = _ANSWER
         else:
-            self.before, self.after = "", _ANSWER
+            self.before, self.after = f"{system}\n\n" if system else "", _ANSWER
             self.prefix = self._beginning()
 
     def encode(self, content: str, lead: str, answer: str) -> tuple[list[int], int]:
@@ -147,14 +150,25 @@ def _agreeing(some: Sequence[int], others: Sequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False)))
 
 
-def _opened(tokenizer: Any) -> str:
-    """A user's message and the beginning of a reply, as the chat template has them."""
+def _opened(tokenizer: Any, system: str | None) -> str:
+    """A user's message and the beginning of a reply, as the chat template has them.
+
+    DataError where it does not take a system message.
+    """
+    told = [{"role": "system", "content": system}] if system else []
 
     def render(messages: list[dict[str, str]], opened: bool) -> str:
         # The reply begins with the answer, not with a thought; and a template that shows the date shows the same one
         # every day.
         fixed = {"enable_thinking": False, "date_string": "1 January 2025"}
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opened, **fixed)
+        try:
+            text: str = tokenizer.apply_chat_template(
+                [*told, *messages], tokenize=False, add_generation_prompt=opened, **fixed
+            )
+        except Exception as error:  # a template is a program, and raises what it likes
+            if not told:
+                raise
+            raise DataError(f"The tokenizer's chat template takes no system message ({error}); leave it out.") from None
         return text
 
     user = {"role": "user", "content": _MARK}

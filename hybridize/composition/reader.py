@@ -129,9 +129,7 @@ def _try(model: Any, prefix: Memory, chunks: list[Tensor], starts: Sequence[int]
 
 
 @torch.no_grad()
-def _read(
-    model: Any, prefix: Memory, chunks: list[Tensor], starts: Sequence[int], whole: bool = False
-) -> list[Memory]:
+def _read(model: Any, prefix: Memory, chunks: list[Tensor], starts: Sequence[int], whole: bool = False) -> list[Memory]:
     """whole: keep all keys at the source's own windows too, and not only those that can be seen from behind."""
     lengths = [len(chunk) for chunk in chunks]
     rows, longest, past = len(chunks), max(lengths), prefix.tokens

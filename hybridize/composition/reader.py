@@ -129,9 +129,7 @@ def _try(model: Any, prefix: Memory, chunks: list[Tensor], starts: Sequence[int]
 
 
 @torch.no_grad()
-def _read(
-    model: Any, prefix: Memory, chunks: list[Tensor], starts: Sequence[int], whole: bool = False
-) -> list[Memory]:
+def _read(model: Any, prefix: Memory, chunks: list[Tensor], starts: Sequence[int], whole: bool = False) -> list[Memory]:
     """whole: keep all keys at the source's own windows too, and not only those that can be seen from behind."""
     lengths = [len(chunk) for chunk in chunks]
     rows, longest, past = len(chunks), max(lengths), prefix.tokens
@@ -156,13 +154,13 @@ def _read(
     return memories
 
 
-def _reading_cache(model: Any, prefix: Memory, rows: int, capacity: int) -> DynamicCache:
+def _reading_cache(model: Any, prefix: Memory, rows: int, capacity: int) -> Any:
     """A cache that has read the prefix in every row, with room for `capacity` tokens.
 
     A source's sliding window is the mask's matter here: padding behind a row's end must not push its keys out.
     """
     own, devices = mixers(model), layer_devices(model)
-    cache: Any = DynamicCache()
+    cache = DynamicCache()
     for i, kept in enumerate(prefix.layers):
         if i in own:
             layer: Any = TransitionLayer()

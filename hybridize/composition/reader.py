@@ -154,13 +154,13 @@ def _read(model: Any, prefix: Memory, chunks: list[Tensor], starts: Sequence[int
     return memories
 
 
-def _reading_cache(model: Any, prefix: Memory, rows: int, capacity: int) -> DynamicCache:
+def _reading_cache(model: Any, prefix: Memory, rows: int, capacity: int) -> Any:
     """A cache that has read the prefix in every row, with room for `capacity` tokens.
 
     A source's sliding window is the mask's matter here: padding behind a row's end must not push its keys out.
     """
     own, devices = mixers(model), layer_devices(model)
-    cache: Any = DynamicCache()
+    cache = DynamicCache()
     for i, kept in enumerate(prefix.layers):
         if i in own:
             layer: Any = TransitionLayer()

@@ -9,6 +9,7 @@ from hybrid_cases import GKA, make, tokens
 from hybridize.composition.states import METHODS, compose_states
 from hybridize.errors import UsageError
 from hybridize.hybrid.model import mixers
+from hybridize.mixers.tokens import PaddedRows
 
 KINDS = ("scalar", "matrix")
 HEADS, DIM = 3, 5
@@ -156,10 +157,9 @@ def test_chunks_of_one_recurrence_in_order_are_one_pass(kind, prefix):
             transitions.append(mixer.transition(piece, given, None))
             before, begin = state, begin + length
     for row in range(2):
-        of = lambda tensors: {name: y[row] for name, y in tensors.items()}
-        got = compose_states(
-            start and of(start), [of(s) for s in states], [of(t) for t in transitions], mixer.recurrent, "ordered"
-        )
+        of = lambda every, row=row: [{name: y[row] for name, y in tensors.items()} for tensors in every]
+        before = of([start])[0] if start else None
+        got = compose_states(before, of(states), of(transitions), mixer.recurrent, "ordered")
         for name, y in got.items():
             error = (y - want[name][row]).abs().max() if y.numel() else 0.0
             assert error < 1e-5, f"{kind} {name} is off by {error:.1e}"
@@ -172,8 +172,6 @@ def test_transitions_leave_padding_out():
         x = model.get_input_embeddings()(tokens(2, 12)).detach()
         mask = torch.ones(2, 12, dtype=torch.bool)
         mask[1, 7:] = False
-        from hybridize.mixers.tokens import PaddedRows
-
         with torch.no_grad():
             inputs = mixer.project(x, None)
             got = mixer.transition(inputs, None, PaddedRows.from_mask(mask))

@@ -34,7 +34,7 @@ class Story:
 
 @dataclass(frozen=True)
 class _Stay:
-    """A thing's time at a place, which each of these moves tells, of whoever had it there; named: where last."""
+    """A thing's time at a place. moves: of whoever had it there, each tells the place; named: the last to name it."""
 
     place: str
     moves: frozenset[int]

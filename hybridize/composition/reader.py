@@ -160,7 +160,7 @@ def _reading_cache(model: Any, prefix: Memory, rows: int, capacity: int) -> Any:
     A source's sliding window is the mask's matter here: padding behind a row's end must not push its keys out.
     """
     own, devices = mixers(model), layer_devices(model)
-    cache = DynamicCache()
+    cache: Any = DynamicCache()
     for i, kept in enumerate(prefix.layers):
         if i in own:
             layer: Any = TransitionLayer()

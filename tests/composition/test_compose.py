@@ -92,7 +92,7 @@ def test_a_chunk_is_what_the_model_keeps_of_it(name):
     """Keys of its own tokens alone, states behind them, transitions multiplied over the pieces of a forward."""
     model = model_of(name)
     before, chunks = text()
-    memory, read_together = read(model, before, chunks)
+    _, read_together = read(model, before, chunks)
     for chunk, got in zip(chunks, read_together, strict=True):
         cache = run(model, torch.cat([before, chunk])[None])[CACHE]
         for layer, kept in zip(cache.layers, got.layers, strict=True):

@@ -59,7 +59,7 @@ def test_pieces_are_few_even_and_end_with_a_line():
 
 @pytest.mark.parametrize("text", ["nothing", "picaso/all", "soup/concat/nowhere"])
 def test_ways_that_are_none(text):
-    with pytest.raises(UsageError, match="no (way|composition)"):
+    with pytest.raises(UsageError, match=r"no (way|composition)"):
         Way.parse(text)
 
 
